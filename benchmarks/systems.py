@@ -1,0 +1,147 @@
+"""The systems under comparison, one small class each, all with the same five methods.
+
+A class makes the calls that its users make, with the defaults that its users get, and does no
+timing: the clock is in `measure.py`, the same for all. A system lives for the whole run, as a
+manager does in a training job, and its root holds one step at a time.
+
+The libraries are imported when a system is built, so the parent process imports neither.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class System:
+    """Keeps steps under `root`. A step is durable when `save` and then `wait` have returned."""
+
+    needs = "numpy"  # the module that must be installed
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def prepare(self, state: dict) -> Any:
+        """What to hand to `save`; not timed."""
+        return state
+
+    def save(self, step: int, state: Any) -> None:
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        raise NotImplementedError
+
+    def restore(self, step: int, like: dict) -> dict:
+        raise NotImplementedError
+
+    def delete(self, step: int) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class Ckptmgr(System):
+    """With default options: copy-on-write snapshots, durable, digests checked on restore."""
+
+    needs = "ckptmgr"
+
+    def __init__(self, root: Path):
+        import ckptmgr
+
+        super().__init__(root)
+        self._manager = ckptmgr.CheckpointManager(root)
+
+    def save(self, step: int, state: dict) -> None:
+        self._handle = self._manager.save(step, state)
+
+    def wait(self) -> None:
+        self._handle.result()
+
+    def restore(self, step: int, like: dict) -> dict:
+        return self._manager.restore(like, step=step)
+
+    def delete(self, step: int) -> None:
+        self._manager.delete(step)
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class Orbax(System):
+    """Stock Orbax: its CheckpointManager with default options, which saves asynchronously."""
+
+    needs = "orbax.checkpoint"
+
+    def __init__(self, root: Path):
+        import orbax.checkpoint as ocp
+
+        super().__init__(root)
+        self._args = ocp.args
+        self._manager = ocp.CheckpointManager(root)
+
+    def save(self, step: int, state: dict) -> None:
+        self._manager.save(step, args=self._args.StandardSave(state))
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+    def restore(self, step: int, like: dict) -> dict:
+        return self._manager.restore(step, args=self._args.StandardRestore(like))
+
+    def delete(self, step: int) -> None:
+        self._manager.delete(step)
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class Raw(System):
+    """The floor: the same bytes to one file, synced and renamed; read into fresh host memory.
+
+    It measures the disk and the memory, not jax: the bytes are gathered before the clock starts,
+    and a restore ends with numpy arrays.
+    """
+
+    def prepare(self, state: dict) -> np.ndarray:
+        return np.concatenate(
+            [np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in state.values()]
+        )
+
+    def save(self, step: int, state: np.ndarray) -> None:
+        unfinished = self._file(step).with_suffix(".tmp")
+        with open(unfinished, "wb", buffering=0) as file:
+            rest = memoryview(state)
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        unfinished.rename(self._file(step))
+        directory = os.open(self.root, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+
+    def wait(self) -> None:
+        pass
+
+    def restore(self, step: int, like: dict) -> dict:
+        buffer = np.empty(self._file(step).stat().st_size, np.uint8)
+        with open(self._file(step), "rb", buffering=0) as file:
+            rest = memoryview(buffer)
+            while rest:
+                rest = rest[file.readinto(rest) :]
+        restored, start = {}, 0
+        for name, leaf in like.items():
+            end = start + leaf.size * leaf.dtype.itemsize
+            restored[name] = buffer[start:end].view(leaf.dtype).reshape(leaf.shape)
+            start = end
+        return restored
+
+    def delete(self, step: int) -> None:
+        self._file(step).unlink()
+
+    def _file(self, step: int) -> Path:
+        return self.root / f"{step}.raw"
+
+
+SYSTEMS: dict[str, type[System]] = {"ckptmgr": Ckptmgr, "orbax": Orbax, "raw": Raw}

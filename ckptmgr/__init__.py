@@ -1,0 +1,74 @@
+"""ckptmgr: checkpoints for JAX training that do not stall it and can prove what they saved."""
+
+from ckptmgr.core.info import Items, Restored, Skipped, StepInfo
+from ckptmgr.core.plan import RestorePlan
+from ckptmgr.core.retention import KeepAll, KeepLast
+from ckptmgr.engine.worker import SaveHandle
+from ckptmgr.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    InvalidOption,
+    ManagerClosed,
+    NotAllowedHere,
+    PeerFailed,
+    Problem,
+    ReadOnly,
+    SaveFailed,
+    SnapshotLost,
+    StepExists,
+    StepNotFound,
+    StoreError,
+    TreeMismatch,
+    UnsupportedLeaf,
+)
+from ckptmgr.manager import CheckpointManager
+from ckptmgr.options import (
+    Coordination,
+    Integrity,
+    LeafRule,
+    Options,
+    Restore,
+    Schedule,
+    Snapshot,
+    Storage,
+)
+from ckptmgr.reading import Description, describe, plan_restore, restore
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointManager",
+    "Coordination",
+    "CorruptCheckpoint",
+    "Description",
+    "Integrity",
+    "InvalidOption",
+    "Items",
+    "KeepAll",
+    "KeepLast",
+    "LeafRule",
+    "ManagerClosed",
+    "NotAllowedHere",
+    "Options",
+    "PeerFailed",
+    "Problem",
+    "ReadOnly",
+    "Restore",
+    "RestorePlan",
+    "Restored",
+    "SaveFailed",
+    "SaveHandle",
+    "Schedule",
+    "Skipped",
+    "Snapshot",
+    "SnapshotLost",
+    "StepExists",
+    "StepInfo",
+    "StepNotFound",
+    "Storage",
+    "StoreError",
+    "TreeMismatch",
+    "UnsupportedLeaf",
+    "describe",
+    "plan_restore",
+    "restore",
+]

@@ -1,0 +1,175 @@
+"""Every file and directory name, built and parsed here and nowhere else.
+
+```
+<root>/<step>/                                  a committed step
+<root>/<step>.orbax-checkpoint-tmp-<attempt>/   a save under way, or an abandoned one
+<root>/_ckptmgr/intents/<attempt>.json          who is saving what, removed last
+<root>/_ckptmgr/quarantine/<step>-<attempt>/    a damaged directory that stood in the way of a save
+<root>/_ckptmgr/trash/<step>-<attempt>/         a deleted step whose bytes go next
+```
+
+Inside a step, paths are relative to it and use "/".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+MANIFEST = "_CKPTMGR"
+CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
+COMMIT_SUCCESS = "commit_success.txt"
+PRIVATE = "_ckptmgr"
+DEFAULT_ITEM = "default"
+METRICS_ITEM = "metrics"
+OCDBT_MANIFEST = "manifest.ocdbt"
+LEAVES = "ckptmgr/leaves"
+
+_STEP = re.compile(r"(0|[1-9][0-9]*)")
+_TMP = re.compile(r"(0|[1-9][0-9]*)\.orbax-checkpoint-tmp-([0-9a-f]+)")
+_INTENT = re.compile(r"([0-9a-f]+)\.json")
+_ITEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_RECEIPT = re.compile(r"receipt\.process_(0|[1-9][0-9]*)\.json")
+
+
+def step_name(step: int) -> str:
+    return str(step)
+
+
+def parse_step(name: str) -> int | None:
+    """The step number, or None where the name is not exactly that of a step."""
+    return int(name) if _STEP.fullmatch(name) else None
+
+
+def tmp_name(step: int, attempt: str) -> str:
+    return f"{step}.orbax-checkpoint-tmp-{attempt}"
+
+
+def parse_tmp(name: str) -> tuple[int, str] | None:
+    found = _TMP.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None
+
+
+def intents_dir() -> str:
+    return f"{PRIVATE}/intents"
+
+
+def intent_name(attempt: str) -> str:
+    return f"{PRIVATE}/intents/{attempt}.json"
+
+
+def parse_intent(name: str) -> str | None:
+    found = _INTENT.fullmatch(name)
+    return found[1] if found else None
+
+
+def quarantine_name(step: int, attempt: str) -> str:
+    return f"{PRIVATE}/quarantine/{step}-{attempt}"
+
+
+def trash_dir() -> str:
+    return f"{PRIVATE}/trash"
+
+
+def trash_name(step: int, attempt: str) -> str:
+    return f"{PRIVATE}/trash/{step}-{attempt}"
+
+
+def is_item_name(name: str) -> bool:
+    """Whether an item may have this name: a plain file name that no file of ours has."""
+    reserved = (METRICS_ITEM, COMMIT_SUCCESS)
+    return bool(_ITEM.fullmatch(name)) and name not in reserved and ".orbax-" not in name
+
+
+def pytree_metadata(item: str) -> str:
+    return f"{item}/_METADATA"
+
+
+def sharding_file(item: str) -> str:
+    return f"{item}/_sharding"
+
+
+def strings_file(item: str) -> str:
+    return f"{item}/_strings.json"
+
+
+def array_metadatas_dir(item: str) -> str:
+    return f"{item}/array_metadatas"
+
+
+def array_metadatas(item: str, process: int) -> str:
+    return f"{item}/array_metadatas/process_{process}"
+
+
+def json_item_file(item: str) -> str:
+    """Where Orbax's JSON handler keeps an item."""
+    return f"{item}/metadata"
+
+
+def metrics_file() -> str:
+    """Where Orbax's manager keeps metrics."""
+    return f"{METRICS_ITEM}/metrics"
+
+
+def item_commit(item: str) -> str:
+    return f"{item}/{COMMIT_SUCCESS}"
+
+
+def tree_file(item: str) -> str:
+    return f"{item}/ckptmgr/tree.json"
+
+
+def receipt_file(item: str, process: int) -> str:
+    return f"{item}/ckptmgr/receipt.process_{process}.json"
+
+
+def parse_receipt(name: str) -> int | None:
+    found = _RECEIPT.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def state_file(item: str, process: int) -> str:
+    return f"{item}/ckptmgr/state.process_{process}.json"
+
+
+def container(process: int) -> str:
+    """The OCDBT database that one process writes, below the item."""
+    return f"ocdbt.process_{process}"
+
+
+def array_names(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Where each leaf's array lies in the item's database: a different place for each.
+
+    Usually the dotted path, as Orbax has it. Of leaves whose dotted names are equal the first
+    keeps the name; it and every name that cannot be a key path go to `ckptmgr/leaves/<number>`.
+    """
+    taken: set[str] = set()
+    names = []
+    for number, path in enumerate(paths):
+        name = ".".join(path)
+        if name in taken or not _is_key_path(name):
+            name = f"{LEAVES}/{number}"
+        taken.add(name)
+        names.append(name)
+    return tuple(names)
+
+
+def _is_key_path(name: str) -> bool:
+    return (
+        bool(name)
+        and not name.startswith(("/", LEAVES + "/"))
+        and not name.endswith("/")
+        and "//" not in name
+        and "\0" not in name
+        and name.isprintable()
+    )
+
+
+def is_aside(array_name: str) -> bool:
+    """Whether an array lies where Orbax does not look for it."""
+    return array_name.startswith(LEAVES + "/")
+
+
+def containers_prefix() -> str:
+    """What the names of all processes' databases begin with."""
+    return "ocdbt.process_"

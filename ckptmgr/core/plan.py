@@ -1,0 +1,242 @@
+"""Which process writes or reads which box of which leaf. No communication, no device.
+
+`plan_save` turns leaves and the places of their shards into parts to write; `plan_restore` turns
+stored leaves and the boxes that are wanted into units to read. Both end with a check of their
+own geometry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptmgr.core import boxes, manifest
+from ckptmgr.core.boxes import Box, Shape
+from ckptmgr.core.manifest import StoredLeaf, StoredTree
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A distinct piece of a leaf and who writes it.
+
+    Attributes:
+      box: where it lies in the leaf.
+      process: the process that writes it.
+      position: for that process, which of its addressable shards holds it.
+    """
+
+    box: Box
+    process: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One write: a box of whole chunks, and the local shards it is made of.
+
+    Attributes:
+      leaf: number of the leaf.
+      box: what is written.
+      sources: (position of the local shard, its box); one that equals `box` is written as it
+        lies, several are assembled.
+    """
+
+    leaf: int
+    box: Box
+    sources: tuple[tuple[int, Box], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """What one process writes of one item.
+
+    Attributes:
+      tree: the stored tree, the same on every process.
+      parts: in leaf order.
+      nbytes: bytes of this process's parts.
+    """
+
+    tree: StoredTree
+    parts: tuple[Part, ...]
+    nbytes: int
+
+
+def plan_save(tree: StoredTree, shards: Sequence[Sequence[Shard]], process: int) -> SavePlan:
+    """Plans the writes of `process`; `shards[i]` are all distinct shards of leaf i.
+
+    Leaves with the same shape, chunks and shards are cut the same way, which is worked out once.
+
+    Raises ValueError, naming leaf and boxes, when shards overlap or leave a gap.
+    """
+    parts: list[Part] = []
+    cuts: dict[tuple[Shape, Shape, tuple[Shard, ...]], list[_Cut]] = {}
+    nbytes = 0
+    for number, (leaf, pieces) in enumerate(zip(tree.leaves, shards, strict=True)):
+        if not leaf.has_array:
+            continue
+        key = (leaf.stored_shape, leaf.chunk, tuple(pieces))
+        if key not in cuts:
+            boxes.assert_exact_cover(leaf.dotted, leaf.stored_shape, [s.box for s in pieces])
+            cuts[key] = _cut(leaf, [s for s in pieces if s.process == process and s.box.size])
+        size = manifest.itemsize(leaf.stored_dtype)
+        for box, sources in cuts[key]:
+            parts.append(Part(number, box, sources))
+            nbytes += box.size * size
+    return SavePlan(tree, tuple(parts), nbytes)
+
+
+_Cut = tuple[Box, tuple[tuple[int, Box], ...]]
+
+
+def _cut(leaf: StoredLeaf, mine: Sequence[Shard]) -> list[_Cut]:
+    """A shard made of whole chunks is a part of its own; smaller ones are gathered by chunk."""
+    alone: list[_Cut] = []
+    gathered: dict[Shape, list[tuple[int, Box]]] = {}
+    for shard in mine:
+        if _is_chunk_aligned(leaf, shard.box):
+            alone.append((shard.box, ((shard.position, shard.box),)))
+        else:
+            for tile in boxes.tiles(shard.box, leaf.chunk):
+                index = manifest.chunk_index(leaf, tile)
+                gathered.setdefault(index, []).append((shard.position, shard.box))
+    for index, sources in gathered.items():
+        alone.append((manifest.chunk_box(leaf, index), tuple(sources)))
+    return alone
+
+
+def _is_chunk_aligned(leaf: StoredLeaf, box: Box) -> bool:
+    return all(
+        a % c == 0 and (b % c == 0 or b == end)
+        for a, b, c, end in zip(box.start, box.stop, leaf.chunk, leaf.stored_shape, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a restore wants of one stored leaf.
+
+    Attributes:
+      leaf: number of the stored leaf.
+      boxes: the distinct boxes this process needs, each read once.
+      copies: bytes that the boxes take, counted once per device that holds one.
+    """
+
+    leaf: int
+    boxes: tuple[Box, ...]
+    copies: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One read: a box of a stored leaf, and which wanted boxes get a piece of it.
+
+    Attributes:
+      leaf: number of the stored leaf.
+      box: what is read.
+      targets: numbers of the wanted boxes it meets.
+      chunks: the recorded chunks inside it, to verify; empty where there are no digests.
+    """
+
+    leaf: int
+    box: Box
+    targets: tuple[int, ...]
+    chunks: tuple[Shape, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What a restore will read and hold.
+
+    Attributes:
+      units: the reads, in leaf order.
+      wanted_bytes: bytes of the distinct boxes wanted.
+      read_bytes: bytes that will be read; more than wanted where chunks are cut.
+      target_bytes: bytes of the restored arrays in this process, every device copy counted.
+      peak_host_bytes: bound on host memory besides the restored arrays.
+      notes: what the user should know, e.g. an axis that had to be replicated.
+    """
+
+    units: tuple[Unit, ...]
+    wanted_bytes: int
+    read_bytes: int
+    target_bytes: int
+    peak_host_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def over_read(self) -> float:
+        """Bytes read per byte wanted, 1.0 at best."""
+        return self.read_bytes / self.wanted_bytes if self.wanted_bytes else 1.0
+
+
+def plan_restore(
+    leaves: Sequence[StoredLeaf],
+    wanted: Sequence[Wanted],
+    *,
+    whole_chunks: bool,
+    unit_bytes: int,
+    host_bytes: int,
+    notes: Sequence[str] = (),
+) -> RestorePlan:
+    """Plans the reads for `wanted`.
+
+    Args:
+      leaves: the stored leaves.
+      wanted: at most one entry per stored leaf.
+      whole_chunks: read chunks whole, so that their digests can be compared; otherwise only the
+        part of a unit that is wanted.
+      unit_bytes: small chunks are read together up to about this size.
+      host_bytes: what the reader may hold besides the target.
+    """
+    units: list[Unit] = []
+    wanted_bytes = target_bytes = read_bytes = largest = 0
+    for want in wanted:
+        leaf = leaves[want.leaf]
+        size = manifest.itemsize(leaf.stored_dtype)
+        wanted_bytes += sum(box.size for box in want.boxes) * size
+        target_bytes += want.copies
+        made = _units_of_leaf(want, leaf, whole_chunks, unit_bytes // size)
+        for unit in made:
+            read_bytes += unit.box.size * size
+            largest = max(largest, unit.box.size * size)
+        units += made
+    peak = min(max(host_bytes, largest), read_bytes + wanted_bytes)
+    return RestorePlan(tuple(units), wanted_bytes, read_bytes, target_bytes, peak, tuple(notes))
+
+
+def _units_of_leaf(
+    want: Wanted, leaf: StoredLeaf, whole_chunks: bool, unit_elements: int
+) -> list[Unit]:
+    needed = [(i, box) for i, box in enumerate(want.boxes) if box.size]
+    if not leaf.stored_shape:
+        return [Unit(want.leaf, box, (i,), ((),) if whole_chunks else ()) for i, box in needed]
+    cell = leaf.chunk if whole_chunks else _grown(leaf.chunk, leaf.stored_shape, unit_elements)
+    targets: dict[Box, list[int]] = {}
+    for i, box in needed:
+        for tile in boxes.tiles(box, cell):
+            index = tuple(a // c for a, c in zip(tile.start, cell, strict=True))
+            start = tuple(k * c for k, c in zip(index, cell, strict=True))
+            stop = tuple(
+                min(a + c, end) for a, c, end in zip(start, cell, leaf.stored_shape, strict=True)
+            )
+            targets.setdefault(Box(start, stop), []).append(i)
+    units = []
+    for box, numbers in targets.items():
+        if whole_chunks:
+            units.append(Unit(want.leaf, box, tuple(numbers), (manifest.chunk_index(leaf, box),)))
+        else:
+            met = [boxes.intersect(box, want.boxes[i]) for i in numbers]
+            read = boxes.bounding([piece for piece in met if piece is not None])
+            units.append(Unit(want.leaf, read, tuple(numbers)))
+    return units
+
+
+def _grown(chunk: Shape, shape: Shape, unit_elements: int) -> Shape:
+    """A multiple of `chunk`, up to `unit_elements` elements, grown from the last axis on."""
+    cell = list(chunk)
+    size = boxes.whole(chunk).size
+    for d in reversed(range(len(cell))):
+        times = min(max(1, unit_elements // size), -(-shape[d] // cell[d]))
+        size *= times
+        cell[d] *= times
+    return tuple(cell)

@@ -1,0 +1,333 @@
+"""Which steps there are, and how a step comes to be and goes.
+
+The order of a save, and why:
+
+1. An intent is written: who saves what, where. Every temporary directory has an owner to ask.
+2. Everything goes into `<step>.orbax-checkpoint-tmp-<attempt>`; no two attempts share a name.
+3. Files, then directories bottom up, are synced; the manifest is written and synced last, so that
+   a directory with a manifest is whole.
+4. One rename makes the step exist. A rename onto a step that exists fails; two writers of one
+   step cannot both win. To replace a step the two directories are exchanged in one operation, or,
+   where the file system cannot, by two renames that the intent lets the next manager finish.
+5. The root is synced. Then the intent is removed.
+
+Deletion goes the other way: one rename out of sight, then the bytes. No list of steps is kept in
+memory: every answer comes from the directory. Not guaranteed: anything on a file system whose
+rename is not atomic.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ckptmgr.core import layout, orbax_format
+from ckptmgr.core.manifest import FormatError, Manifest
+from ckptmgr.engine.store import Store
+from ckptmgr.errors import Problem, StepExists, StoreError
+from ckptmgr.events import Clock
+
+logger = logging.getLogger("ckptmgr")
+
+FOREIGN_LEASE_SECONDS = 24 * 3600.0
+"""A temporary directory of another host is nobody's when nothing in it changed for this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt to save a step; `tmp` is its directory, relative to the root."""
+
+    step: int
+    id: str
+    tmp: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A directory with a step's name.
+
+    Attributes:
+      step: its number.
+      manifest: ours, where it is valid.
+      foreign: whether Orbax wrote it.
+      problem: why it is not a step; None for a committed one.
+    """
+
+    step: int
+    manifest: Manifest | None = None
+    foreign: bool = False
+    problem: Problem | None = None
+
+
+class Catalog:
+    """The steps below one root."""
+
+    def __init__(self, store: Store, clock: Clock, new_attempt: Callable[[], str]) -> None:
+        self.store = store
+        self._clock = clock
+        self._new_attempt = new_attempt
+
+    # -- what there is ----------------------------------------------------------------------
+
+    def entries(self) -> Iterator[Entry]:
+        """Every directory with a step's name, newest first; read one by one."""
+        numbers = [layout.parse_step(name) for name in self.store.names()]
+        for step in sorted((n for n in numbers if n is not None), reverse=True):
+            entry = self.entry(step)
+            if entry is not None:
+                yield entry
+
+    def committed(self) -> Iterator[Entry]:
+        """The committed steps, newest first."""
+        return (entry for entry in self.entries() if entry.problem is None)
+
+    def entry(self, step: int) -> Entry | None:
+        """What lies under a step's name; None where no directory does."""
+        name = layout.step_name(step)
+        if not self.store.is_dir(name):
+            return None
+        try:
+            text = self.store.read_file(f"{name}/{layout.MANIFEST}")
+        except StoreError as exc:
+            if not isinstance(exc.__cause__, FileNotFoundError):
+                return Entry(step, problem=Problem(layout.MANIFEST, str(exc)))
+            return self._without_manifest(step)
+        try:
+            manifest = Manifest.from_json(text)
+        except FormatError as exc:
+            return Entry(step, problem=Problem(layout.MANIFEST, str(exc)))
+        if manifest.step != step:
+            why = f"it is the manifest of step {manifest.step}"
+            return Entry(step, problem=Problem(layout.MANIFEST, why))
+        return Entry(step, manifest)
+
+    def _without_manifest(self, step: int) -> Entry | None:
+        """Orbax's, ours but damaged, or no step at all."""
+        name = layout.step_name(step)
+        found = False
+        for item in self.store.names(name):
+            text = self._read_or_none(f"{name}/{layout.pytree_metadata(item)}")
+            if text is None:
+                continue
+            try:
+                tree = orbax_format.parse_pytree_metadata(text)
+            except FormatError:
+                continue
+            if tree.marked:
+                return Entry(step, problem=Problem(layout.MANIFEST, "missing"))
+            found = True
+        if found or self._has_checkpoint_metadata(name):
+            return Entry(step, foreign=True)
+        if not self.store.is_dir(name):
+            return None
+        return Entry(step, problem=Problem("", "no manifest of ckptmgr and no metadata of Orbax"))
+
+    def _has_checkpoint_metadata(self, name: str) -> bool:
+        text = self._read_or_none(f"{name}/{layout.CHECKPOINT_METADATA}")
+        try:
+            return text is not None and "item_handlers" in json.loads(text)
+        except (ValueError, TypeError):
+            return False
+
+    def _read_or_none(self, name: str) -> bytes | None:
+        try:
+            return self.store.read_file(name)
+        except StoreError:
+            return None
+
+    # -- a save -----------------------------------------------------------------------------
+
+    def begin(self, step: int) -> Attempt:
+        """Writes the intent and makes the temporary directory."""
+        unique = self._new_attempt()
+        attempt = Attempt(step, unique, layout.tmp_name(step, unique))
+        self._write_intent(attempt, replaces=False)
+        self.store.make_dir(attempt.tmp)
+        return attempt
+
+    def _write_intent(self, attempt: Attempt, replaces: bool) -> None:
+        self.store.make_dir(layout.intents_dir())
+        owner = {"step": attempt.step, "tmp": attempt.tmp, "replaces": replaces, **_me()}
+        self.store.write_file(layout.intent_name(attempt.id), json.dumps(owner).encode())
+
+    def publish(self, attempt: Attempt, manifest: Manifest, overwrite: bool) -> None:
+        """Steps 3 to 5 of the order above. Raises StepExists if another writer was first."""
+        self.store.write_file(f"{attempt.tmp}/{layout.MANIFEST}", manifest.to_json().encode())
+        self.store.sync_path(f"{attempt.tmp}/{layout.MANIFEST}")
+        self.store.sync_path(attempt.tmp)
+        final = layout.step_name(attempt.step)
+        if not self.store.rename(attempt.tmp, final):
+            self._make_room(attempt, final, overwrite)
+        self.store.sync_path("")
+        self.store.remove_file(layout.intent_name(attempt.id))
+
+    def _make_room(self, attempt: Attempt, final: str, overwrite: bool) -> None:
+        """Something lies where the step should: a step to replace, or a damaged directory."""
+        there = self.entry(attempt.step)
+        if there is not None and there.problem is None:
+            if not overwrite:
+                raise StepExists(attempt.step, self.store.path(final))
+            self._replace(attempt, final)
+            return
+        aside = layout.quarantine_name(attempt.step, attempt.id)
+        self.store.make_dir(os.path.dirname(aside))
+        self.store.rename(final, aside)
+        why = there.problem if there is not None else "not a directory"
+        logger.warning(
+            "step %d: what lay at %s was not a step (%s); moved to %s",
+            attempt.step,
+            self.store.path(final),
+            why,
+            self.store.path(aside),
+        )
+        if not self.store.rename(attempt.tmp, final):
+            raise StepExists(attempt.step, self.store.path(final))
+
+    def _replace(self, attempt: Attempt, final: str) -> None:
+        if self.store.exchange(attempt.tmp, final):
+            self.store.sync_path("")
+            self._discard(attempt.tmp, attempt.step, attempt.id)
+            return
+        self._write_intent(attempt, replaces=True)
+        self.store.sync_path(layout.intent_name(attempt.id))
+        self.store.sync_path(layout.intents_dir())
+        old = layout.trash_name(attempt.step, attempt.id)
+        self.store.make_dir(layout.trash_dir())
+        self.store.rename(final, old)
+        try:
+            self.store.rename(attempt.tmp, final)
+        except BaseException:
+            self.store.rename(old, final)
+            raise
+        self.store.sync_path("")
+        self.store.remove_tree(old)
+
+    def abandon(self, attempt: Attempt) -> None:
+        """Removes what a failed attempt left; what cannot be removed now goes at a next start."""
+        try:
+            if self.store.exists(attempt.tmp):
+                self.store.remove_tree(attempt.tmp)
+            self.store.remove_file(layout.intent_name(attempt.id))
+        except StoreError as exc:
+            logger.warning("step %d: leftovers of the failed save remain: %s", attempt.step, exc)
+
+    # -- deletion ---------------------------------------------------------------------------
+
+    def forget(self, step: int) -> bool:
+        """Deletes a step; False where it was gone already."""
+        name = layout.step_name(step)
+        if not self.store.exists(name):
+            return False
+        try:
+            self._discard(name, step, self._new_attempt())
+        except StoreError as exc:
+            if isinstance(exc.__cause__, FileNotFoundError):
+                return False  # somebody else deleted it meanwhile
+            raise
+        return True
+
+    def _discard(self, name: str, step: int, unique: str) -> None:
+        """Out of sight in one rename, then the bytes."""
+        trash = layout.trash_name(step, unique)
+        self.store.make_dir(layout.trash_dir())
+        self.store.rename(name, trash)
+        self.store.remove_tree(trash)
+
+    # -- after a crash ----------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Finishes or undoes replacements that a crash cut in two. Quick; call before reading."""
+        for unique, owner in self._intents():
+            if not owner.get("replaces") or not _is_dead(owner):
+                continue
+            final, tmp = layout.step_name(owner["step"]), owner["tmp"]
+            old = layout.trash_name(owner["step"], unique)
+            if not self.store.exists(final):
+                whole = self.store.exists(f"{tmp}/{layout.MANIFEST}")
+                self.store.rename(tmp if whole else old, final)
+                self.store.sync_path("")
+
+    def sweep(self) -> None:
+        """Removes what is provably nobody's: trash, and attempts whose process is gone."""
+        for name in self.store.names(layout.trash_dir()):
+            self.store.remove_tree(f"{layout.trash_dir()}/{name}")
+        for unique, owner in self._intents():
+            if _is_dead(owner) or self._is_stale(owner):
+                self.abandon(Attempt(owner["step"], unique, owner["tmp"]))
+
+    def _intents(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name in self.store.names(layout.intents_dir()):
+            unique = layout.parse_intent(name)
+            text = unique and self._read_or_none(layout.intent_name(unique))
+            if not unique or not text:
+                continue
+            try:
+                owner = json.loads(text)
+                found = layout.parse_tmp(owner["tmp"])
+            except (ValueError, KeyError, TypeError):
+                continue
+            if found == (owner.get("step"), unique):
+                yield unique, owner
+
+    def _is_stale(self, owner: dict[str, Any]) -> bool:
+        """Of another host, and nothing below its directory changed for a long time."""
+        if owner.get("host") == _me()["host"] and owner.get("pid_ns") == _me()["pid_ns"]:
+            return False
+        newest = 0.0
+        for base, _, files in os.walk(self.store.path(owner["tmp"])):
+            for path in (base, *(os.path.join(base, file) for file in files)):
+                try:
+                    newest = max(newest, os.stat(path).st_mtime)
+                except FileNotFoundError:
+                    continue
+        return self._clock.time() - newest > FOREIGN_LEASE_SECONDS
+
+
+def _me() -> dict[str, Any]:
+    """Who this process is, so that another can tell whether it still lives."""
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "boot": _read_text("/proc/sys/kernel/random/boot_id"),
+        "pid_ns": _link("/proc/self/ns/pid"),
+        "pid": pid,
+        "started": _start_time(pid),
+    }
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    """Whether the owner ran on this very system and does so no more."""
+    me = _me()
+    if owner.get("host") != me["host"]:
+        return False
+    if owner.get("boot") != me["boot"]:
+        return True
+    if owner.get("pid_ns") != me["pid_ns"]:
+        return False
+    return _start_time(owner.get("pid", 0)) != owner.get("started")
+
+
+def _start_time(pid: int) -> str:
+    """Clock ticks since boot when a process started: with its number, unique until reboot."""
+    text = _read_text(f"/proc/{pid}/stat")
+    return text.rpartition(")")[2].split()[19] if text else ""
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

@@ -1,0 +1,253 @@
+"""What kind of leaf each object is, how it is stored, and where its values come from.
+
+`survey` refuses what cannot be stored, by path, before anything is written or copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ckptmgr.core import chunking, layout, tree
+from ckptmgr.core.boxes import Shape, whole
+from ckptmgr.core.manifest import StoredLeaf, StoredTree
+from ckptmgr.core.plan import Shard
+from ckptmgr.engine import shardings
+from ckptmgr.errors import InvalidOption, SnapshotLost, UnsupportedLeaf
+from ckptmgr.options import LeafRule, Storage
+
+# Types that TensorStore 0.1.86 has for both zarr drivers. Other ml_dtypes are stored through an
+# unsigned view of the same width, the type kept in our tree.
+_TENSORSTORE_DTYPES = frozenset(
+    [
+        # fmt: off
+        "bool",
+        "int2",
+        "int4",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e4m3b11fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e3m4",
+        "float8_e8m0fnu",
+        "float4_e2m1fn",
+        "complex64",
+        "complex128",
+        # fmt: on
+    ]
+)
+
+Source = jax.Array | np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Everything a save needs to know of one tree.
+
+    Attributes:
+      flat: the tree taken apart.
+      stored: how it will lie on disk.
+      sources: per leaf a device array, a host array that is still the user's, or None.
+      shards: per leaf its distinct shards.
+    """
+
+    flat: tree.Flat
+    stored: StoredTree
+    sources: tuple[Source, ...]
+    shards: tuple[tuple[Shard, ...], ...]
+
+
+def survey(state: Any, storage: Storage, places: shardings.PlacesCache, step: int) -> Survey:
+    """Classifies every leaf of `state`.
+
+    Raises:
+      UnsupportedLeaf: a leaf or dict key that cannot be stored.
+      SnapshotLost: an array that was donated or deleted already.
+    """
+    flat = tree.flatten(state)
+    rules = [_rule_for(storage, path) for path in flat.paths]
+    keep = [i for i, rule in enumerate(rules) if not (rule and rule.exclude)]
+    if len(keep) < len(rules):
+        flat = _without(flat, keep)
+        rules = [rules[i] for i in keep]
+    names = layout.array_names(flat.paths)
+    table: dict[jax.sharding.Sharding, int] = {}
+    entries: list[dict[str, Any]] = []
+    leaves: list[StoredLeaf] = []
+    sources: list[Source] = []
+    shards: list[tuple[Shard, ...]] = []
+    grids: dict[Any, Shape] = {}
+    for path, name, rule, value in zip(flat.paths, names, rules, flat.leaves, strict=True):
+        leaf, source = _classify(path, name, value, step)
+        if source is not None:
+            leaf = _as_stored(leaf, rule)
+            pieces = _shards_of(source, places)
+            chunk_bytes = (rule and rule.chunk_bytes) or storage.chunk_bytes
+            key = (leaf.stored_shape, leaf.stored_dtype, pieces, chunk_bytes)
+            if key not in grids:
+                grids[key] = _grid(leaf, pieces, chunk_bytes)
+            leaf = replace(leaf, chunk=grids[key])
+            if isinstance(source, jax.Array):
+                leaf = replace(leaf, sharding=_sharding_number(source, table, entries))
+            shards.append(pieces)
+        else:
+            shards.append(())
+        leaves.append(leaf)
+        sources.append(source)
+    stored = StoredTree(
+        tuple(leaves),
+        flat.containers,
+        tuple(entries),
+        flat.plain,
+        storage.driver,
+        storage.compression,
+    )
+    return Survey(flat, stored, tuple(sources), tuple(shards))
+
+
+def _rule_for(storage: Storage, path: tree.Path) -> LeafRule | None:
+    if not storage.leaf_options:
+        return None
+    name = tree.dotted(path)
+    return next((rule for rule in storage.leaf_options if rule.matches(name)), None)
+
+
+def _without(flat: tree.Flat, keep: Sequence[int]) -> tree.Flat:
+    numbers = {old: new for new, old in enumerate(keep)}
+    return replace(
+        flat,
+        paths=tuple(flat.paths[i] for i in keep),
+        sequence_keys=tuple(flat.sequence_keys[i] for i in keep),
+        leaves=tuple(flat.leaves[i] for i in keep),
+        containers=tree.without_leaves(flat.containers, numbers),
+    )
+
+
+def _classify(path: tree.Path, name: str, value: Any, step: int) -> tuple[StoredLeaf, Source]:
+    where = tree.dotted(path)
+    if isinstance(value, jax.core.Tracer):
+        raise UnsupportedLeaf(where, "a traced value; call save() outside jit, grad and vmap")
+    if isinstance(value, jax.Array):
+        return _classify_array(path, name, value, step)
+    if isinstance(value, str):
+        if name != where:  # its dotted name is taken, or cannot be one
+            name = ""
+        return StoredLeaf(path, "string", value=str(value)), None
+    if isinstance(value, (bytes, bytearray)):
+        data = np.frombuffer(bytes(value), np.uint8)
+        return StoredLeaf(path, "bytes", data.shape, "uint8", name), data
+    if isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic):
+        return _classify_scalar(path, name, value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        _check_dtype(where, value)
+        array = np.asarray(value)
+        kind = ("scalar", "numpy") if isinstance(value, np.generic) else ("numpy", "")
+        return StoredLeaf(path, kind[0], array.shape, array.dtype.name, name, pytype=kind[1]), array
+    raise UnsupportedLeaf(
+        where,
+        f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be stored; "
+        "leaves may be jax or numpy arrays, numbers, bool, str, bytes or None",
+    )
+
+
+def _classify_array(
+    path: tree.Path, name: str, value: jax.Array, step: int
+) -> tuple[StoredLeaf, Source]:
+    if value.is_deleted():
+        raise SnapshotLost(tree.dotted(path), step)
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        impl = str(jax.random.key_impl(value))
+        data = jax.random.key_data(value)
+        leaf = StoredLeaf(path, "key", value.shape, "", name, "uint32", data.shape, impl=impl)
+        return replace(leaf, stored_dtype=data.dtype.name), data
+    return StoredLeaf(path, "array", value.shape, value.dtype.name, name), value
+
+
+def _classify_scalar(path: tree.Path, name: str, value: Any) -> tuple[StoredLeaf, Source]:
+    kinds = ((bool, "bool"), (int, "int"), (float, "float"), (complex, "complex"))
+    pytype = next(text for kind, text in kinds if isinstance(value, kind))
+    if pytype == "int" and not -(2**63) <= value < 2**63:
+        return StoredLeaf(path, "scalar", pytype=pytype, value=str(int(value))), None
+    dtype = {"bool": "bool", "int": "int64", "float": "float64", "complex": "complex128"}[pytype]
+    return StoredLeaf(path, "scalar", (), dtype, name, pytype=pytype), np.asarray(value, dtype)
+
+
+def _check_dtype(where: str, value: np.ndarray | np.generic) -> None:
+    dtype = value.dtype
+    if isinstance(value, np.ma.MaskedArray):
+        raise UnsupportedLeaf(where, "masked arrays lose their mask; store data and mask")
+    known = dtype.name in _TENSORSTORE_DTYPES or dtype.type.__module__ == "ml_dtypes"
+    if not known:
+        raise UnsupportedLeaf(where, f"numpy dtype {dtype} cannot be stored")
+
+
+def _as_stored(leaf: StoredLeaf, rule: LeafRule | None) -> StoredLeaf:
+    """Fills in the stored dtype and shape."""
+    if leaf.kind == "key":
+        return leaf
+    if rule and rule.cast and jnp.issubdtype(np.dtype(leaf.dtype), jnp.floating):
+        try:
+            leaf = replace(leaf, dtype=np.dtype(rule.cast).name)
+        except TypeError as exc:
+            raise InvalidOption(f"LeafRule.cast: there is no dtype {rule.cast!r}") from exc
+    return replace(leaf, stored_dtype=stored_dtype(leaf.dtype), stored_shape=leaf.shape)
+
+
+def stored_dtype(dtype: str) -> str:
+    """The dtype of the zarr array for values of `dtype`."""
+    return dtype if dtype in _TENSORSTORE_DTYPES else f"uint{8 * np.dtype(dtype).itemsize}"
+
+
+def to_stored(values: np.ndarray, leaf: StoredLeaf) -> np.ndarray:
+    """Values of a leaf as its zarr array holds them; no copy where nothing changes."""
+    stored = np.dtype(leaf.stored_dtype)
+    if values.dtype == stored:
+        return values
+    if leaf.kind != "key" and values.dtype != np.dtype(leaf.dtype):
+        values = values.astype(leaf.dtype)  # a rule's cast, or foreign byte order
+    return values.view(stored)
+
+
+def _shards_of(source: jax.Array | np.ndarray, places: shardings.PlacesCache) -> tuple[Shard, ...]:
+    if isinstance(source, np.ndarray):
+        return (Shard(whole(source.shape), 0, 0),)
+    return places(source).shards
+
+
+def _grid(leaf: StoredLeaf, pieces: Sequence[Shard], chunk_bytes: int) -> Shape:
+    return chunking.chunk_shape(
+        leaf.stored_shape,
+        np.dtype(leaf.stored_dtype).itemsize,
+        [shard.box for shard in pieces],
+        [shard.process for shard in pieces],
+        chunk_bytes,
+    )
+
+
+def _sharding_number(
+    array: jax.Array, table: dict[jax.sharding.Sharding, int], entries: list[dict[str, Any]]
+) -> int:
+    """The number of the array's sharding in the table, which grows by what is new."""
+    key = array.sharding
+    if key not in table:
+        entries.append(shardings.describe(array.sharding))
+        table[key] = len(entries) - 1
+    return table[key]

@@ -1,0 +1,258 @@
+"""How a save becomes a step. Read this first.
+
+`save()` has planned and ordered the copies; `finish_save` does the rest, on the save's own thread:
+
+    open     the intent and the temporary directory                       catalog.begin
+    write    arrays, one OCDBT transaction per wave; metadata; receipts    arrays.write, merge
+    sync     every file and directory, bottom up                           store.sync_tree
+    publish  the manifest, then one rename                                 catalog.publish
+    retain   what the policy drops goes, now that the new step is durable  retention.decide
+
+A synchronous save is the same with `.result()` behind it. A save that fails anywhere before the
+rename leaves nothing but a directory that the next start removes, and is raised; what fails after
+it (retention, the user's hook) is logged, for the step is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from ckptmgr.core import layout, manifest, orbax_format, retention, values
+from ckptmgr.core.info import StepInfo
+from ckptmgr.core.manifest import Manifest, Receipt
+from ckptmgr.core.plan import SavePlan
+from ckptmgr.core.tree import Flat
+from ckptmgr.engine import arrays
+from ckptmgr.engine.catalog import Attempt, Catalog
+from ckptmgr.engine.coord import Coordinator
+from ckptmgr.engine.snapshot import Staged
+from ckptmgr.engine.steps import info_of
+from ckptmgr.engine.worker import SaveHandle
+from ckptmgr.events import Emitter
+from ckptmgr.options import Options
+
+logger = logging.getLogger("ckptmgr")
+
+
+@dataclass(frozen=True, slots=True)
+class TreeItem:
+    """One pytree on its way to disk."""
+
+    name: str
+    flat: Flat
+    plan: SavePlan
+    staged: Staged
+
+
+@dataclass(frozen=True, slots=True)
+class StateItem:
+    """The state of one object with `get_state()`, encoded by `core.values` when save() was called."""
+
+    name: str
+    state: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Everything about one save, captured by value."""
+
+    step: int
+    kind: str
+    created: float
+    overwrite: bool
+    items: tuple[TreeItem | StateItem, ...]
+    metrics: Any
+    extra: Any
+    topology: Mapping[str, Any]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a save works with."""
+
+    catalog: Catalog
+    coordinator: Coordinator
+    emitter: Emitter
+    options: Options
+
+
+@dataclass(slots=True)
+class _Written:
+    """Metadata files of the step under way: path below the step -> [bytes, digest]."""
+
+    attempt: Attempt
+    tools: Tools
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    dirs: set[str] = field(default_factory=set)
+
+    def put(self, path: str, text: str | bytes) -> None:
+        data = text.encode() if isinstance(text, str) else text
+        parent = path.rpartition("/")[0]
+        if parent and parent not in self.dirs:
+            self.tools.catalog.store.make_dir(f"{self.attempt.tmp}/{parent}")
+            self.dirs.add(parent)
+        self.tools.catalog.store.write_file(f"{self.attempt.tmp}/{path}", data)
+        self.note(path, data)
+
+    def note(self, path: str, data: bytes) -> None:
+        self.files[path] = (len(data), manifest.digest(data))
+
+
+def finish_save(job: SaveJob, tools: Tools, handle: SaveHandle) -> None:
+    """Makes `job` a durable step, telling `handle` how far it is."""
+    with tools.emitter.span("save", job.step, job.nbytes):
+        with tools.emitter.span("open", job.step):
+            attempt = tools.catalog.begin(job.step)
+        try:
+            document = _write_step(job, tools, attempt, handle.mark_staged)
+            with tools.emitter.span("publish", job.step):
+                tools.catalog.publish(attempt, document, job.overwrite)
+        except BaseException:
+            tools.catalog.abandon(attempt)
+            raise
+    info = info_of(document)
+    handle.mark_durable(info)
+    _after_commit(job, tools, info)
+
+
+def _write_step(
+    job: SaveJob, tools: Tools, attempt: Attempt, on_staged: Callable[[], None]
+) -> Manifest:
+    written = _Written(attempt, tools)
+    with tools.emitter.span("write", job.step, job.nbytes):
+        chunks = {
+            item.name: _write_arrays(item, tools, attempt)
+            for item in job.items
+            if isinstance(item, TreeItem)
+        }
+        on_staged()
+        for item in job.items:
+            if isinstance(item, TreeItem):
+                _write_tree_metadata(item, written, chunks[item.name], tools)
+            else:
+                _write_state(item, written, tools.coordinator.rank)
+        _write_step_metadata(job, written, tools)
+    with tools.emitter.span("sync", job.step):
+        tools.catalog.store.sync_tree(attempt.tmp)
+    return Manifest(
+        step=job.step,
+        kind=job.kind,
+        created=job.created,
+        attempt=attempt.id,
+        nbytes=job.nbytes,
+        items={item.name: "tree" if isinstance(item, TreeItem) else "state" for item in job.items},
+        metrics=job.metrics,
+        extra=job.extra,
+        topology=job.topology,
+        files=written.files,
+    )
+
+
+def _write_arrays(item: TreeItem, tools: Tools, attempt: Attempt) -> tuple[manifest.Chunk, ...]:
+    """This process's arrays into its own database, then all databases into one."""
+    store, rank = tools.catalog.store, tools.coordinator.rank
+    where = f"{attempt.tmp}/{item.name}"
+    store.make_dir(where)
+    if not any(leaf.has_array for leaf in item.plan.tree.leaves):
+        return ()
+    mine = f"{where}/{layout.container(rank)}"
+    store.make_dir(mine)
+    chunks = arrays.write(
+        item.plan, item.staged, store.path(mine), rank, before_wave=lambda: _touch(tools, mine)
+    )
+    names = [layout.container(process) for process in range(tools.coordinator.world)]
+    arrays.merge(store.arrays(where), names)
+    return chunks
+
+
+def _touch(tools: Tools, where: str) -> None:
+    """The store's say before each wave: where a faulty store fails the writing of arrays."""
+    tools.catalog.store.arrays(where)
+
+
+def _write_tree_metadata(
+    item: TreeItem, written: _Written, chunks: tuple[manifest.Chunk, ...], tools: Tools
+) -> None:
+    name, tree, rank = item.name, item.plan.tree, tools.coordinator.rank
+    sizes = tools.catalog.store.sizes(f"{written.attempt.tmp}/{name}")
+    mine = layout.container(rank) + "/"
+    receipt = Receipt(rank, chunks, {f: n for f, n in sizes.items() if f.startswith(mine)})
+    for path in sizes:
+        if not path.startswith(layout.containers_prefix()):
+            full = f"{name}/{path}"
+            written.note(full, tools.catalog.store.read_file(f"{written.attempt.tmp}/{full}"))
+    written.put(layout.receipt_file(name, rank), receipt.to_json())
+    written.put(layout.tree_file(name), tree.to_json())
+    written.put(layout.pytree_metadata(name), orbax_format.pytree_metadata(item.flat, tree))
+    written.put(layout.sharding_file(name), orbax_format.shardings(tree))
+    written.put(layout.array_metadatas(name, rank), orbax_format.array_metadatas(tree))
+    strings = orbax_format.strings(tree)
+    if strings is not None:
+        written.put(layout.strings_file(name), strings)
+    written.put(layout.item_commit(name), "Checkpoint commit was successful\n")
+
+
+def _write_state(item: StateItem, written: _Written, rank: int) -> None:
+    text = values.dumps(item.state)
+    written.put(layout.json_item_file(item.name), text)
+    written.put(layout.state_file(item.name, rank), text)
+
+
+def _write_step_metadata(job: SaveJob, written: _Written, tools: Tools) -> None:
+    kinds = {item.name: "tree" if isinstance(item, TreeItem) else "state" for item in job.items}
+    metrics = values.decode(job.metrics) if job.metrics else None
+    if metrics:
+        written.put(layout.metrics_file(), json.dumps(metrics, default=str))
+    now = tools.emitter.clock.time()
+    text = orbax_format.checkpoint_metadata(kinds, metrics, job.created, now)
+    written.put(layout.CHECKPOINT_METADATA, text)
+    written.put(layout.COMMIT_SUCCESS, f"Checkpoint commit was successful to {job.step}\n")
+
+
+def _after_commit(job: SaveJob, tools: Tools, info: StepInfo) -> None:
+    try:
+        with tools.emitter.span("retain", job.step):
+            retain(tools, job.step)
+    except Exception:
+        logger.exception("step %d is saved, but what the policy drops could not go", job.step)
+    if tools.options.on_committed is not None:
+        try:
+            tools.options.on_committed(info)
+        except Exception:
+            logger.exception("step %d is saved, but on_committed raised", job.step)
+
+
+def retain(tools: Tools, just_saved: int) -> tuple[int, ...]:
+    """Deletes what the retention policy drops; returns those steps."""
+    if isinstance(tools.options.retention, retention.KeepAll):
+        return ()
+    infos = [
+        info_of(entry.manifest)
+        for entry in tools.catalog.committed()
+        if entry.manifest is not None  # what Orbax wrote is not ours to delete
+    ]
+    now = tools.emitter.clock.time()
+    decision = retention.decide(infos, tools.options.retention, now, just_saved)
+    for step in decision.drop:
+        tools.catalog.forget(step)
+    return decision.drop
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of what wrote a step, for its manifest."""
+    found = {"python": platform.python_version()}
+    for name in ("ckptmgr", "jax", "jaxlib", "tensorstore", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,184 @@
+"""JAX shardings <-> the plain values that `core` plans with."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ckptmgr.core import boxes
+from ckptmgr.core.boxes import Box, Shape
+from ckptmgr.core.plan import Shard
+
+
+def describe(sharding: jax.sharding.Sharding) -> dict[str, Any]:
+    """A sharding as JSON: what a restore on another mesh and Orbax's `_sharding` need."""
+    if isinstance(sharding, NamedSharding):
+        mesh = sharding.mesh
+        return {
+            "type": "named",
+            "axes": [[name, size] for name, size in mesh.shape.items()],
+            "axis_types": [f"AxisType.{kind.name}" for kind in mesh.axis_types],
+            "spec": [_axes(part) for part in sharding.spec],
+            "device_ids": [int(device.id) for device in mesh.devices.flat],
+            "memory_kind": sharding.memory_kind,
+        }
+    devices: list[Any] = sorted(sharding.device_set, key=lambda device: device.id)
+    if len(devices) == 1:
+        device = devices[0]
+        return {
+            "type": "single",
+            "device": f"{device.platform}:{device.id}",
+            "memory_kind": sharding.memory_kind,
+        }
+    return {"type": "other", "text": str(sharding)}
+
+
+def _axes(part: Any) -> list[str] | None:
+    if part is None or part is PartitionSpec.UNCONSTRAINED:
+        return None
+    return list(part) if isinstance(part, tuple) else [str(part)]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the shards of one (sharding, shape) lie.
+
+    Attributes:
+      shards: every distinct box with the process that writes it.
+      positions: for this process, the distinct boxes' positions among the addressable shards.
+      replicated: whether some box lies on more than one device of this process.
+    """
+
+    shards: tuple[Shard, ...]
+    positions: tuple[int, ...]
+    replicated: bool
+
+
+class PlacesCache:
+    """`Places` by sharding and shape; a tree has few of either."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, Shape], Places] = {}
+
+    def __call__(self, array: jax.Array) -> Places:
+        key = (array.sharding, array.shape)
+        if key not in self._known:
+            self._known[key] = _places(array)
+        return self._known[key]
+
+
+def _places(array: jax.Array) -> Places:
+    sharding, shape = array.sharding, array.shape
+    me = jax.process_index()
+    owner: dict[Box, int] = {}
+    every: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
+    for device, index in every.items():
+        box = boxes.from_index(index, shape)
+        owner[box] = min(owner.get(box, device.process_index), device.process_index)
+    position: dict[Box, int] = {}
+    local: dict[Any, Any] = dict(sharding.addressable_devices_indices_map(shape))
+    for k, index in enumerate(local.values()):
+        position.setdefault(boxes.from_index(index, shape), k)
+    shards = tuple(Shard(box, who, position.get(box, -1)) for box, who in owner.items())
+    mine = tuple(position[shard.box] for shard in shards if shard.process == me)
+    return Places(shards, mine, len(position) < len(local))
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The boxes that this process's devices need of one array.
+
+    Attributes:
+      boxes: distinct boxes.
+      devices: for each addressable device in the sharding's order: (device, number of its box).
+      elements: how many elements all of them hold, every copy counted.
+    """
+
+    boxes: tuple[Box, ...]
+    devices: tuple[tuple[Any, int], ...]
+    elements: int
+
+
+@functools.lru_cache(maxsize=4096)
+def wish(sharding: jax.sharding.Sharding, shape: Shape) -> Wish:
+    """Raises ValueError where the sharding cannot hold an array of `shape`."""
+    sharding.shard_shape(shape)
+    numbers: dict[Box, int] = {}
+    devices = []
+    local: dict[Any, Any] = dict(sharding.addressable_devices_indices_map(shape))
+    for device, index in local.items():
+        box = boxes.from_index(index, shape)
+        devices.append((device, numbers.setdefault(box, len(numbers))))
+    found = tuple(numbers)
+    return Wish(found, tuple(devices), sum(found[number].size for _, number in devices))
+
+
+def on_mesh(
+    saved: dict[str, Any] | None, shape: Shape, mesh: Mesh
+) -> tuple[NamedSharding, list[str]]:
+    """The saved partition spec applied to `mesh`, and what had to be replicated and why."""
+    if saved is None or saved["type"] != "named":
+        return NamedSharding(mesh, PartitionSpec()), []
+    spec: list[Any] = []
+    notes: list[str] = []
+    for d, axes in enumerate(saved["spec"][: len(shape)]):
+        kept: list[str] = []
+        for axis in axes or ():
+            size = mesh.shape.get(axis)
+            if size is None:
+                notes.append(f"mesh axis {axis!r} is not in the new mesh: dimension {d} replicated")
+            elif shape[d] % (math.prod(mesh.shape[name] for name in kept) * size):
+                notes.append(
+                    f"mesh axis {axis!r} of size {size} does not divide dimension {d} of {shape}: "
+                    "replicated"
+                )
+            else:
+                kept.append(axis)
+        spec.append(tuple(kept) if len(kept) > 1 else kept[0] if kept else None)
+    while spec and spec[-1] is None:
+        spec.pop()
+    return NamedSharding(mesh, PartitionSpec(*spec)), notes
+
+
+def pinned_host(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding | None:
+    """The same sharding in host memory that the device can copy to, or None without such."""
+    device = next(iter(sharding.device_set))
+    return sharding.with_memory_kind("pinned_host") if has_pinned_host(device) else None
+
+
+_PINNED: dict[tuple[str, str], bool] = {}
+
+
+def has_pinned_host(device: Any) -> bool:
+    """Whether the backend of `device` offers the memory kind "pinned_host"."""
+    key = (device.platform, device.device_kind)
+    if key not in _PINNED:
+        _PINNED[key] = any(m.kind == "pinned_host" for m in device.addressable_memories())
+    return _PINNED[key]
+
+
+def single(device: Any, memory_kind: str | None) -> SingleDeviceSharding:
+    return SingleDeviceSharding(device, memory_kind=memory_kind)
+
+
+def topology(trees_shardings: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """What the manifest says about where a step was made."""
+    meshes: list[Any] = []
+    for shardings in trees_shardings:
+        for entry in shardings:
+            if entry["type"] == "named" and entry["axes"] not in meshes:
+                meshes.append(entry["axes"])
+    devices = jax.devices()
+    return {
+        "processes": jax.process_count(),
+        "devices": len(devices),
+        "device_kind": devices[0].device_kind,
+        "platform": devices[0].platform,
+        "meshes": [{"axes": axes} for axes in meshes],
+    }

@@ -1,0 +1,230 @@
+"""Files and directories below one root: the only place that calls the operating system.
+
+Every operation raises `StoreError` naming what was tried and the path. Each is one step that a
+`ckptmgr.testing.FaultyStore` can make fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ckptmgr.errors import InvalidOption, StoreError
+
+_ADVICE = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "the quota is used up",
+    errno.EACCES: "check the permissions",
+    errno.EPERM: "check the permissions",
+    errno.EROFS: "the file system is read-only",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.EFBIG: "a limit on file sizes is in force (ulimit -f)",
+}
+
+
+@contextmanager
+def _told(what: str, path: str) -> Iterator[None]:
+    """Turns an OSError into a StoreError that says what was tried."""
+    try:
+        yield
+    except OSError as exc:
+        advice = _ADVICE.get(exc.errno or 0)
+        text = f"{what} {path}: {exc.strerror or exc}" + (f" ({advice})" if advice else "")
+        error = StoreError(text)
+        error.errno = exc.errno
+        raise error from exc
+
+
+def local_path(directory: Any) -> str:
+    """An absolute path from `str`, `os.PathLike` or epath; relative ones are fixed now.
+
+    Raises InvalidOption for what is not a local path.
+    """
+    try:
+        path = os.fspath(directory)
+    except TypeError as exc:
+        raise InvalidOption(f"a directory must be a path, got {directory!r}") from exc
+    if isinstance(path, bytes):
+        path = os.fsdecode(path)
+    if path.startswith("file://"):
+        path = path.removeprefix("file://")
+    if "://" in path or path.startswith(("gs:/", "s3:/")):
+        raise InvalidOption(f"{path!r} is not a local path; object stores are not supported yet")
+    if not path or "\0" in path:
+        raise InvalidOption(f"{path!r} is not a path")
+    return os.path.abspath(os.path.expanduser(path))
+
+
+class Store:
+    """One directory tree; paths are relative to `root` and use "/".
+
+    Args:
+      root: absolute path.
+      durable: whether `sync_*` really sync.
+      exchange: whether to use renameat2(RENAME_EXCHANGE) where the system has it.
+    """
+
+    def __init__(self, root: str, *, durable: bool = True, exchange: bool = True) -> None:
+        self.root = root
+        self.durable = durable
+        self._exchange = exchange
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.root, name) if name else self.root
+
+    def make_dir(self, name: str) -> None:
+        """Creates a directory and its parents; existing ones are fine."""
+        with _told("cannot create the directory", self.path(name)):
+            os.makedirs(self.path(name), exist_ok=True)
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """Writes a new file; its directory must exist. Not synced."""
+        with _told("cannot write", self.path(name)), open(self.path(name), "wb") as file:
+            file.write(data)
+
+    def read_file(self, name: str) -> bytes:
+        with _told("cannot read", self.path(name)), open(self.path(name), "rb") as file:
+            return file.read()
+
+    def names(self, name: str = "") -> list[str]:
+        """The names in a directory, none where it does not exist."""
+        try:
+            with _told("cannot list", self.path(name)):
+                return os.listdir(self.path(name))
+        except StoreError as exc:
+            if exc.errno in (errno.ENOENT, errno.ENOTDIR):
+                return []
+            raise
+
+    def is_dir(self, name: str) -> bool:
+        return os.path.isdir(self.path(name))
+
+    def exists(self, name: str) -> bool:
+        return os.path.lexists(self.path(name))
+
+    def rename(self, old: str, new: str) -> bool:
+        """Renames; False, changing nothing, if `new` exists and is not an empty directory."""
+        try:
+            with _told("cannot rename to", self.path(new)):
+                os.rename(self.path(old), self.path(new))
+        except StoreError as exc:
+            if exc.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                return False
+            raise
+        return True
+
+    def exchange(self, a: str, b: str) -> bool:
+        """Swaps two directories in one step; False where the file system cannot."""
+        if not self._exchange:
+            return False
+        with _told("cannot exchange", self.path(b)):
+            return _rename_exchange(self.path(a), self.path(b))
+
+    def remove_file(self, name: str) -> None:
+        """Removes a file; one that is gone already is fine."""
+        try:
+            with _told("cannot remove", self.path(name)):
+                os.unlink(self.path(name))
+        except StoreError as exc:
+            if exc.errno != errno.ENOENT:
+                raise
+
+    def remove_tree(self, name: str) -> None:
+        """Removes a directory and what is in it; what others remove meanwhile is fine."""
+        top = self.path(name)
+        with _told("cannot remove", top):
+            try:
+                shutil.rmtree(top, **_RMTREE)
+            except PermissionError:  # directories that were made read-only are ours to delete
+                for base, _, _ in os.walk(top):
+                    os.chmod(base, os.stat(base).st_mode | stat.S_IRWXU)
+                shutil.rmtree(top, **_RMTREE)
+
+    def arrays(self, name: str) -> str:
+        """The absolute path of a directory that TensorStore is about to write into."""
+        return self.path(name)
+
+    def sync_tree(self, name: str) -> dict[str, int]:
+        """Syncs every file, then every directory bottom up; returns the files' sizes.
+
+        The keys are paths relative to `name`.
+        """
+        sizes: dict[str, int] = {}
+        top = self.path(name)
+        with _told("cannot sync", top):
+            for base, _, files in os.walk(top, topdown=False):
+                for file in files:
+                    path = os.path.join(base, file)
+                    sizes[os.path.relpath(path, top)] = _sync(path, self.durable)
+                _sync(base, self.durable)
+        return sizes
+
+    def sync_path(self, name: str) -> None:
+        """Syncs one file or directory."""
+        with _told("cannot sync", self.path(name)):
+            _sync(self.path(name), self.durable)
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Sizes of all files below a directory, keys relative to it."""
+        top = self.path(name)
+        found = {}
+        for base, _, files in os.walk(top):
+            for file in files:
+                path = os.path.join(base, file)
+                found[os.path.relpath(path, top)] = os.stat(path).st_size
+        return found
+
+    def check_usable(self, create: bool) -> None:
+        """Raises, naming the path, unless the root is a directory we can write (if `create`)."""
+        if create:
+            self.make_dir("")
+        if not os.path.isdir(self.root):
+            state = "is not a directory" if os.path.lexists(self.root) else "does not exist"
+            raise StoreError(f"{self.root} {state}")
+        if create and not os.access(self.root, os.W_OK | os.X_OK):
+            raise StoreError(f"cannot write in {self.root} (check the permissions)")
+
+
+def _forgive_missing(function: Any, path: str, error: Any) -> None:
+    exc = error if isinstance(error, BaseException) else error[1]
+    if not isinstance(exc, FileNotFoundError):
+        raise exc
+
+
+# rmtree's error argument was renamed in Python 3.12
+_RMTREE: dict[str, Any] = {"onexc" if sys.version_info >= (3, 12) else "onerror": _forgive_missing}
+
+
+def _sync(path: str, durable: bool) -> int:
+    """Syncs one file or directory; returns its size."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        if durable:
+            os.fsync(fd)
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def _rename_exchange(a: str, b: str) -> bool:
+    """renameat2(2) with RENAME_EXCHANGE; False where libc or the file system lacks it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), b)

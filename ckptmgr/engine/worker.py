@@ -1,0 +1,205 @@
+"""Saves in the background: the handle, the thread, and what happens at exit.
+
+Each save in flight has one thread, named after its step, which ends with the save. A manager may
+be dropped or never closed: the handles, not the managers, are what the interpreter waits for.
+
+At exit: saves in flight are waited for, with a line now and then, up to a deadline. A failure
+that nobody was told of ends the process with a last line on stderr and status 1. Exceptions in
+exit handlers do not change the status; so once everything else has run and was flushed, when the
+interpreter takes its modules apart, `os._exit` is called.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+
+from ckptmgr.core.info import StepInfo
+from ckptmgr.errors import SaveFailed
+
+_TELL_EVERY_SECONDS = 10.0
+
+
+class SaveHandle:
+    """One call of `save()`.
+
+    Attributes:
+      step: its step.
+      accepted: False where the schedule or a busy snapshot said no; `reason` says why.
+      reason: "" for an accepted save.
+    """
+
+    def __init__(self, step: int, accepted: bool = True, reason: str = "") -> None:
+        self.step = step
+        self.accepted = accepted
+        self.reason = reason
+        self._staged = threading.Event()
+        self._settled = threading.Event()  # durable, or failed
+        self._done = threading.Event()  # nothing of the save is left to do
+        self._info: StepInfo | None = None
+        self._error: SaveFailed | None = None
+        self._told = False
+        self.thread: threading.Thread | None = None
+        if not accepted:
+            self._staged.set()
+            self._settled.set()
+            self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended: durable or failed, retention and the user's hook run."""
+        return self._done.is_set()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits until `done`; raises nothing, returns whether it is."""
+        return self._done.wait(timeout)
+
+    def staged(self, timeout: float | None = None) -> None:
+        """Waits until the values are on the host. Raises what went wrong, or TimeoutError."""
+        self._wait(self._staged, timeout, "is not on the host")
+        if self._error is not None:
+            self._raise()
+
+    def result(self, timeout: float | None = None) -> StepInfo | None:
+        """Waits until the step is durable and returns its info; None if it was not accepted.
+
+        Raises SaveFailed (the cause chained), or TimeoutError after `timeout` seconds.
+        """
+        self._wait(self._settled, timeout, "is not durable")
+        if self._error is not None:
+            self._raise()
+        return self._info
+
+    def _wait(self, event: threading.Event, timeout: float | None, what: str) -> None:
+        if not event.is_set() and threading.current_thread() is self.thread:
+            raise RuntimeError(f"step {self.step}: a hook cannot wait for the save that calls it")
+        if not event.wait(timeout):
+            raise TimeoutError(f"the save of step {self.step} {what} after {timeout} s")
+
+    def _raise(self) -> None:
+        assert self._error is not None
+        self._told = True
+        raise self._error
+
+    def failure(self) -> SaveFailed | None:
+        """The failure that nobody was told of yet; asking does not tell."""
+        return None if self._told or not self._done.is_set() else self._error
+
+    def take_failure(self) -> SaveFailed | None:
+        """The failure that nobody was told of yet, given once."""
+        error = self.failure()
+        self._told = self._told or error is not None
+        return error
+
+    def mark_staged(self) -> None:
+        self._staged.set()
+
+    def mark_durable(self, info: StepInfo) -> None:
+        self._info = info
+        self._settled.set()
+
+    def finish(self, error: SaveFailed | None) -> None:
+        if error is not None:
+            self._error = error
+        self._staged.set()
+        self._settled.set()
+        self._done.set()
+
+
+def start(handle: SaveHandle, work: Callable[[], None], deadline_seconds: float) -> None:
+    """Runs `work` on a thread of its own; it marks `handle` on its way, and settles it here."""
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as exc:
+            error = SaveFailed(handle.step, exc)
+            error.__cause__ = exc
+            handle.finish(error)
+        else:
+            handle.finish(None)
+            _registry.discard(handle)
+
+    thread = threading.Thread(target=run, name=f"ckptmgr-save-{handle.step}", daemon=True)
+    handle.thread = thread
+    _registry.add(handle, deadline_seconds)
+    try:
+        thread.start()
+    except BaseException:
+        _registry.discard(handle)
+        raise
+
+
+class _Registry:
+    """Handles that the interpreter must not leave behind."""
+
+    def __init__(self) -> None:
+        self._handles: dict[SaveHandle, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, handle: SaveHandle, deadline_seconds: float) -> None:
+        with self._lock:
+            for old in [h for h in self._handles if h.done and h.failure() is None]:
+                del self._handles[old]
+            self._handles[handle] = deadline_seconds
+        # the last handler registered runs first: before what JAX tears down
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
+
+    def discard(self, handle: SaveHandle) -> None:
+        with self._lock:
+            self._handles.pop(handle, None)
+
+    def items(self) -> list[tuple[SaveHandle, float]]:
+        with self._lock:
+            return list(self._handles.items())
+
+
+_registry = _Registry()
+
+
+def _in_forked_child() -> None:
+    """The child saves, closes and flushes nothing of its parent."""
+    global _registry
+    _registry = _Registry()
+    atexit.unregister(_at_exit)
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
+def _at_exit() -> None:
+    lost = []
+    for handle, deadline_seconds in _registry.items():
+        until = time.monotonic() + deadline_seconds
+        while not handle.done and time.monotonic() < until:
+            wait = min(_TELL_EVERY_SECONDS, until - time.monotonic())
+            if not handle.join(max(0.0, wait)) and time.monotonic() < until:
+                print(f"ckptmgr: waiting for the save of step {handle.step}", file=sys.stderr)
+        if not handle.done:
+            lost.append(f"step {handle.step} was not saved within {deadline_seconds:g} s at exit")
+        elif (error := handle.take_failure()) is not None:
+            lost.append(str(error))
+    if lost:
+        sys.modules["ckptmgr._last_word"] = _LastWord("; ".join(lost))
+
+
+class _LastWord(types.ModuleType):
+    """Ends the process when the interpreter drops its modules, after all other exit handlers."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("ckptmgr._last_word")
+        self._line = f"\nckptmgr: CHECKPOINT LOST: {text}\n".encode(errors="replace")
+
+    def __del__(
+        self,
+        write: Callable[[int, bytes], int] = os.write,
+        leave: Callable[[int], None] = os._exit,
+    ) -> None:
+        write(2, self._line)
+        leave(1)

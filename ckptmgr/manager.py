@@ -1,0 +1,504 @@
+"""`CheckpointManager`: what a training loop talks to. It owns no format and no policy."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ckptmgr import reading
+from ckptmgr.core import cadence, layout, values
+from ckptmgr.core.info import Items, Restored, Skipped, StepInfo, is_stateful
+from ckptmgr.core.plan import plan_save
+from ckptmgr.engine import coord, leaves, pipeline, shardings, snapshot, worker
+from ckptmgr.engine.catalog import Catalog, Entry
+from ckptmgr.engine.steps import foreign_info, info_of
+from ckptmgr.engine.store import Store, local_path
+from ckptmgr.engine.worker import SaveHandle
+from ckptmgr.errors import (
+    CorruptCheckpoint,
+    InvalidOption,
+    ManagerClosed,
+    NotAllowedHere,
+    Problem,
+    ReadOnly,
+    StepExists,
+    StepNotFound,
+)
+from ckptmgr.events import Clock, Emitter, Sink, log_sink
+from ckptmgr.options import Options
+
+logger = logging.getLogger("ckptmgr")
+
+
+class CheckpointManager:
+    """Saves and restores the steps below one directory.
+
+    Args:
+      directory: `str`, `os.PathLike` or epath; a relative path is made absolute now. Created
+        unless `read_only`.
+      options: see `Options`.
+      clock, store, new_attempt, coordinator: seams for tests.
+      events: further sinks for `ckptmgr.events.Event`.
+
+    Calls from two threads are serialised; `steps`, `latest_step` and `info` never wait. Raises
+    StoreError if the directory is a file, or cannot be created or written; InvalidOption for a
+    path that is not local or a step's own directory.
+    """
+
+    def __init__(
+        self,
+        directory: Any,
+        options: Options | None = None,
+        *,
+        clock: Clock | None = None,
+        store: Store | None = None,
+        new_attempt: Callable[[], str] | None = None,
+        coordinator: coord.Coordinator | None = None,
+        events: Sequence[Sink] = (),
+    ) -> None:
+        self._options = options if options is not None else Options()
+        if not isinstance(self._options, Options):
+            raise InvalidOption(f"options must be ckptmgr.Options, got {options!r}")
+        self._clock = clock or Clock()
+        root = local_path(directory)
+        reading.refuse_inside_a_step(root)
+        self._store = store or Store(root, durable=self._options.storage.durable)
+        self._catalog = Catalog(
+            self._store, self._clock, new_attempt or (lambda: uuid.uuid4().hex[:16])
+        )
+        self._emitter = Emitter([log_sink, *events], self._clock)
+        self._coordinator = coordinator or coord.of_this_job()
+        self._tools = pipeline.Tools(self._catalog, self._coordinator, self._emitter, self._options)
+        self._places = shardings.PlacesCache()
+        self._lock = threading.RLock()
+        self._in_flight: list[SaveHandle] = []
+        self._closed = False
+        self._pid = os.getpid()
+        if not self._options.read_only:
+            self._store.check_usable(create=True)
+            self._catalog.recover()
+            self._sweep_in_background()
+
+    @property
+    def directory(self) -> str:
+        """The absolute path of the root."""
+        return self._store.root
+
+    @property
+    def options(self) -> Options:
+        return self._options
+
+    # -- saving -----------------------------------------------------------------------------
+
+    def should_save(self, step: Any) -> bool:
+        """Whether the schedule wants `step`."""
+        schedule = self._options.schedule
+        return cadence.due(_step_number(step), schedule.every_steps, schedule.at_steps)
+
+    def save(
+        self,
+        step: Any,
+        state: Any,
+        metrics: Mapping[str, Any] | None = None,
+        extra: Any = None,
+        force: bool = False,
+        overwrite: bool = False,
+        sync: bool = False,
+    ) -> SaveHandle:
+        """Saves `state` as `step`, in the background unless `sync` or the options say otherwise.
+
+        When it returns, donating, deleting or changing any leaf is safe.
+
+        Args:
+          step: a whole number from 0; numpy and 0-d jax integers are taken by value.
+          state: a pytree, or `Items`.
+          metrics: numbers to keep with the step.
+          extra: any JSON-like value to keep with the step.
+          force: save whatever the schedule says.
+          overwrite: replace the step if it exists; the old one stays until the new is durable.
+          sync: return when the step is durable.
+
+        Raises:
+          SaveFailed: an earlier background save failed (once), or this one with `sync`.
+          StepExists, UnsupportedLeaf, SnapshotLost, InvalidOption: this call, before anything
+            was written.
+        """
+        number = _step_number(step)
+        self._refuse_in_hook("save()")
+        with self._open_for("save"):
+            if self._options.read_only:
+                raise ReadOnly("a read-only manager does not save")
+            self._raise_failures()
+            if not (force or self.should_save(number)):
+                return SaveHandle(number, False, f"step {number} is not in the schedule")
+            self._refuse_existing(number, overwrite)
+            created = self._clock.time()
+            planned = self._plan(number, state)
+            kept = _encoded("metrics", _checked_metrics(metrics)), _encoded("extra", extra)
+            reason = self._make_room(number, overwrite)
+            if reason:
+                return SaveHandle(number, False, reason)
+            mode = "sync" if sync else self._options.snapshot.mode
+            job = self._job(number, planned, mode, created, overwrite, *kept)
+            handle = SaveHandle(number)
+            self._in_flight.append(handle)
+            try:
+                worker.start(
+                    handle,
+                    lambda: pipeline.finish_save(job, self._tools, handle),
+                    self._options.coordination.deadline_seconds,
+                )
+            except BaseException:
+                self._in_flight.remove(handle)
+                raise
+            if mode == "sync":
+                handle.result()
+            return handle
+
+    def _plan(self, step: int, state: Any) -> list[tuple[str, leaves.Survey | Any]]:
+        """Every item surveyed (trees) or encoded (states), before anything is copied."""
+        named = state if isinstance(state, Items) else {layout.DEFAULT_ITEM: state}
+        if not named:
+            raise InvalidOption("Items() holds no item")
+        out: list[tuple[str, leaves.Survey | Any]] = []
+        for name, item in named.items():
+            if not layout.is_item_name(name):
+                raise InvalidOption(f"{name!r} cannot be the name of an item")
+            if is_stateful(item):
+                out.append((name, _encoded(f"the state of item {name!r}", item.get_state())))
+            else:
+                storage = self._options.storage
+                out.append((name, leaves.survey(item, storage, self._places, step)))
+        return out
+
+    def _job(
+        self,
+        step: int,
+        planned: list[tuple[str, leaves.Survey | Any]],
+        mode: str,
+        created: float,
+        overwrite: bool,
+        metrics: Any,
+        extra: Any,
+    ) -> pipeline.SaveJob:
+        """Orders the copies: from here on the values are those of the call."""
+        items: list[pipeline.TreeItem | pipeline.StateItem] = []
+        tables = []
+        nbytes = 0
+        with self._emitter.span("order", step):
+            for name, survey in planned:
+                if not isinstance(survey, leaves.Survey):
+                    items.append(pipeline.StateItem(name, survey))
+                    continue
+                plan = plan_save(survey.stored, survey.shards, self._coordinator.rank)
+                staged = snapshot.order(mode, step, plan, survey.sources, self._places)
+                items.append(pipeline.TreeItem(name, survey.flat, plan, staged))
+                tables.append(survey.stored.shardings)
+                nbytes += sum(leaf.nbytes for leaf in survey.stored.leaves)
+        topology = {**shardings.topology(tables), "versions": pipeline.versions()}
+        kind = "sync" if mode == "sync" else "async"
+        return pipeline.SaveJob(
+            step, kind, created, overwrite, tuple(items), metrics, extra, topology, nbytes
+        )
+
+    def _refuse_existing(self, step: int, overwrite: bool) -> None:
+        if overwrite:
+            return
+        for handle in self._in_flight:
+            if handle.step == step and not handle.done:
+                raise StepExists(step, self._store.path(layout.step_name(step)) + " (in flight)")
+        entry = self._catalog.entry(step)
+        if entry is not None and entry.problem is None:
+            raise StepExists(step, self._store.path(layout.step_name(step)))
+
+    def _make_room(self, step: int, overwrite: bool) -> str:
+        """Waits for the save in flight, or says why this one is skipped."""
+        busy = [handle for handle in self._in_flight if not handle.done]
+        if busy and self._options.snapshot.when_busy == "skip":
+            return f"the save of step {busy[0].step} is still in flight"
+        for handle in busy:
+            handle.join()
+        self._raise_failures()
+        self._refuse_existing(step, overwrite)
+        return ""
+
+    # -- waiting ----------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Waits until no save is in flight; raises the first failure not yet told of."""
+        self._refuse_in_hook("wait()")
+        with self._open_for("wait"):
+            self._drain()
+            self._raise_failures()
+
+    def check(self) -> None:
+        """Raises the failure of a background save not yet told of, if there is one."""
+        with self._open_for("check"):
+            self._raise_failures()
+
+    def close(self) -> None:
+        """Waits for the saves in flight and closes; again is fine. Raises like `wait`."""
+        self._refuse_in_hook("close()")
+        if self._is_forked_child():
+            return
+        with self._lock:
+            self._drain()
+            self._closed = True
+            self._raise_failures()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.close()
+        except Exception as exc:
+            if error is None:
+                raise
+            error.add_note(f"besides, {type(exc).__name__}: {exc}")
+
+    @property
+    def saves_in_flight(self) -> int:
+        """How many saves are not yet durable or failed."""
+        return sum(not handle.done for handle in list(self._in_flight))
+
+    def _drain(self) -> None:
+        for handle in list(self._in_flight):
+            handle.join()
+
+    def _raise_failures(self) -> None:
+        """Forgets settled saves; raises (or logs) the first failure nobody was told of."""
+        settled = [handle for handle in self._in_flight if handle.done]
+        for handle in settled:
+            error = handle.take_failure()
+            self._in_flight.remove(handle)
+            if error is None:
+                continue
+            if self._options.on_save_error == "raise":
+                raise error
+            logger.warning("%s", error)
+
+    # -- what there is ----------------------------------------------------------------------
+
+    def steps(self) -> tuple[StepInfo, ...]:
+        """The committed steps, oldest first, read from the directory."""
+        return tuple(self._info(entry) for entry in reversed(list(self._committed())))
+
+    def latest_step(self) -> int | None:
+        """The newest committed step, or None."""
+        return next((entry.step for entry in self._committed()), None)
+
+    def info(self, step: Any) -> StepInfo:
+        """All about one step, without reading array data. Raises StepNotFound or
+        CorruptCheckpoint."""
+        number = _step_number(step)
+        return reading.open_entry(self._store.root, self._found(number)).info
+
+    def _committed(self) -> Iterator[Entry]:
+        return self._catalog.committed()
+
+    def _info(self, entry: Entry) -> StepInfo:
+        if entry.manifest is not None:
+            return info_of(entry.manifest)
+        return foreign_info(entry.step, self._store.path(layout.step_name(entry.step)))
+
+    def _found(self, step: int) -> Entry:
+        entry = self._catalog.entry(step)
+        if entry is None:
+            raise StepNotFound(
+                f"there is no step {step} in {self._store.root}; latest: {self.latest_step()}", step
+            )
+        if entry.problem is not None:
+            raise CorruptCheckpoint(step, [entry.problem])
+        return entry
+
+    # -- restoring --------------------------------------------------------------------------
+
+    def restore(
+        self,
+        like: Any = None,
+        *,
+        step: Any = None,
+        item: str | None = None,
+        cast: bool = False,
+        partial: bool = False,
+    ) -> Any:
+        """The state of `step` (None: the latest committed one).
+
+        Args:
+          like: a tree of arrays or `jax.ShapeDtypeStruct` with shardings, or `Items` of such and
+            of iterators to set; None: everything as it was saved, arrays as numpy.
+          item: only this item.
+          cast: convert floating-point leaves to the target's dtype; integers only to wider ones.
+          partial: the target may lack leaves that are stored; they are not read.
+
+        Raises:
+          StepNotFound: no such step, or none at all.
+          TreeMismatch: every leaf that does not fit.
+          CorruptCheckpoint: what of the step is damaged.
+        """
+        with self._open_for("restore"):
+            if step is None:
+                found = self._newest()
+            else:
+                number = _step_number(step)
+                for handle in self._in_flight:
+                    if handle.step == number:
+                        handle.join()
+                found = self._found(number)
+            return self._restore(found, like, item, cast, partial)
+
+    def _newest(self) -> Entry:
+        entry = next(self._committed(), None)
+        if entry is None:
+            raise StepNotFound(f"there is no committed step in {self._store.root}")
+        return entry
+
+    def _restore(self, entry: Entry, like: Any, item: str | None, cast: bool, partial: bool) -> Any:
+        with self._emitter.span("restore", entry.step):
+            return reading.restore_step(
+                reading.open_entry(self._store.root, entry),
+                like,
+                item=item,
+                cast=cast,
+                partial=partial,
+                options=self._options,
+            )
+
+    def restore_latest(self, like: Any) -> Restored | None:
+        """The newest step that can be read and verified.
+
+        Returns None only where there is no step at all. `skipped` names newer steps that were
+        passed over as damaged. Raises CorruptCheckpoint when all are damaged, TreeMismatch when
+        the newest good one does not fit `like`.
+        """
+        with self._open_for("restore_latest"):
+            self._drain()
+            skipped: list[Skipped] = []
+            problems: list[Problem] = []
+            for entry in self._catalog.entries():
+                try:
+                    if entry.problem is not None:
+                        raise CorruptCheckpoint(entry.step, [entry.problem])
+                    state = self._restore(entry, like, None, False, False)
+                except CorruptCheckpoint as exc:
+                    skipped.append(Skipped(entry.step, str(exc)))
+                    problems += exc.problems
+                    logger.warning("passed over: %s", exc)
+                    continue
+                return Restored(entry.step, state, tuple(skipped))
+            if skipped and not all(_is_no_step(entry) for entry in self._catalog.entries()):
+                raise CorruptCheckpoint(skipped[0].step, problems)
+            return None
+
+    # -- deleting ---------------------------------------------------------------------------
+
+    def delete(self, step: Any) -> None:
+        """Deletes a step, after the saves in flight. Raises StepNotFound."""
+        number = _step_number(step)
+        with self._open_for("delete"):
+            self._must_write("delete")
+            self._drain_unless_in_hook()
+            if not self._catalog.forget(number):
+                raise StepNotFound(f"there is no step {number} in {self._store.root}", number)
+
+    def truncate_after(self, step: Any) -> tuple[int, ...]:
+        """Deletes every step above `step`, newest first; returns them. To roll back."""
+        number = _step_number(step)
+        with self._open_for("truncate_after"):
+            self._must_write("truncate_after")
+            self._drain_unless_in_hook()
+            gone = [entry.step for entry in self._catalog.entries() if entry.step > number]
+            return tuple(found for found in gone if self._catalog.forget(found))
+
+    def _must_write(self, what: str) -> None:
+        if self._options.read_only:
+            raise ReadOnly(f"a read-only manager does not {what}")
+
+    def _drain_unless_in_hook(self) -> None:
+        if not self._in_hook():
+            self._drain()
+
+    # -- guards -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _open_for(self, what: str) -> Iterator[None]:
+        """Serialises a call; refuses it on a closed manager and in a forked child."""
+        if self._is_forked_child():
+            raise ManagerClosed(
+                f"{what}: this manager belongs to process {self._pid}; "
+                f"make one in process {os.getpid()} if it needs one"
+            )
+        if self._in_hook():
+            yield  # the thread that holds the lock may be waiting for this very save
+            return
+        with self._lock:
+            if self._closed:
+                raise ManagerClosed(f"{what}: the manager of {self._store.root} is closed")
+            yield
+
+    def _is_forked_child(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _in_hook(self) -> bool:
+        current = threading.current_thread()
+        return any(handle.thread is current for handle in list(self._in_flight))
+
+    def _refuse_in_hook(self, what: str) -> None:
+        if self._in_hook():
+            raise NotAllowedHere(f"{what} is not allowed in a hook of the save it would wait for")
+
+    def _sweep_in_background(self) -> None:
+        """Leftovers of dead processes go while the caller gets on."""
+
+        def sweep() -> None:
+            try:
+                self._catalog.sweep()
+            except Exception as exc:
+                logger.warning("leftovers in %s remain: %s", self._store.root, exc)
+
+        threading.Thread(target=sweep, name="ckptmgr-sweep", daemon=True).start()
+
+
+def _is_no_step(entry: Entry) -> bool:
+    """An odd directory with a number for a name that never was a step of anyone."""
+    return entry.problem is not None and entry.problem.file == ""
+
+
+def _step_number(step: Any) -> int:
+    """A step by value. Raises InvalidOption for anything but a whole number from 0."""
+    if isinstance(step, (bool, np.bool_)):
+        raise InvalidOption(f"a step must be a whole number, got {step!r}")
+    try:
+        if getattr(step, "shape", ()) not in ((), None):
+            raise TypeError
+        number = operator.index(step)
+    except TypeError:
+        raise InvalidOption(f"a step must be a whole number, got {step!r}") from None
+    if number < 0:
+        raise InvalidOption(f"a step must not be negative, got {number}")
+    return number
+
+
+def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise InvalidOption(f"metrics must be a dict of numbers, got {type(metrics).__name__}")
+    return dict(metrics)
+
+
+def _encoded(what: str, value: Any) -> Any:
+    """Plain data captured by value. Raises InvalidOption naming the place of what cannot be."""
+    try:
+        return values.encode(value, what)
+    except TypeError as exc:
+        raise InvalidOption(str(exc)) from exc

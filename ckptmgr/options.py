@@ -1,0 +1,196 @@
+"""What a user can set, as small frozen values. Each checks itself when it is made."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckptmgr.core.retention import KeepAll, Policy
+from ckptmgr.errors import InvalidOption
+
+
+def _positive_int(name: str, value: Any, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        extra = " or None" if optional else ""
+        raise InvalidOption(f"{name} must be a whole number of at least 1{extra}, got {value!r}")
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise InvalidOption(f"{name} must be one of {choices}; got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Which steps `should_save` accepts; `save(force=True)` passes it by.
+
+    Attributes:
+      every_steps: steps that are a multiple of this number; None: no step by this rule.
+      at_steps: further steps, by number.
+    """
+
+    every_steps: int | None = 1
+    at_steps: Collection[int] = ()
+
+    def __post_init__(self) -> None:
+        _positive_int("Schedule.every_steps", self.every_steps, optional=True)
+        object.__setattr__(self, "at_steps", frozenset(self.at_steps))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """How the values of a call reach the host, see `ckptmgr.engine.snapshot`.
+
+    Attributes:
+      mode: "copy_on_write" orders the copies and returns; "sync" returns when durable.
+      when_busy: with a save in flight, "wait" for it or "skip" this one.
+    """
+
+    mode: Literal["copy_on_write", "sync"] = "copy_on_write"
+    when_busy: Literal["wait", "skip"] = "wait"
+
+    def __post_init__(self) -> None:
+        _one_of("Snapshot.mode", self.mode, ("copy_on_write", "sync"))
+        _one_of("Snapshot.when_busy", self.when_busy, ("wait", "skip"))
+
+
+@dataclass(frozen=True, slots=True)
+class LeafRule:
+    """Storage settings for the leaves whose dotted name matches `pattern`.
+
+    Attributes:
+      pattern: shell pattern over the dotted leaf name, `"params.*.kernel"`; the first rule that
+        matches a leaf is the one that counts.
+      exclude: leave these leaves out of the checkpoint.
+      cast: store floating-point leaves in this dtype, e.g. "bfloat16".
+      chunk_bytes: overrides `Storage.chunk_bytes`.
+    """
+
+    pattern: str
+    exclude: bool = False
+    cast: str | None = None
+    chunk_bytes: int | None = None
+
+    def matches(self, name: str) -> bool:
+        return fnmatch.fnmatchcase(name, self.pattern)
+
+    def __post_init__(self) -> None:
+        _positive_int("LeafRule.chunk_bytes", self.chunk_bytes, optional=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What is written.
+
+    Attributes:
+      driver: TensorStore driver, "zarr" (version 2) or "zarr3".
+      compression: None, or "zstd" (smaller by a few percent on float weights, and slower).
+      chunk_bytes: about how many bytes of a large leaf go into one chunk.
+      durable: sync files and directories to the device before a step counts as saved. Without it
+        a crash of the machine (not of the process) can lose or damage the newest steps.
+      leaf_options: rules by leaf name, first match wins.
+    """
+
+    driver: Literal["zarr", "zarr3"] = "zarr"
+    compression: Literal["zstd"] | None = None
+    chunk_bytes: int = 16 * 2**20
+    durable: bool = True
+    leaf_options: tuple[LeafRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        _one_of("Storage.driver", self.driver, ("zarr", "zarr3"))
+        _one_of("Storage.compression", self.compression, (None, "zstd"))
+        _positive_int("Storage.chunk_bytes", self.chunk_bytes)
+        object.__setattr__(self, "leaf_options", tuple(self.leaf_options))
+
+
+@dataclass(frozen=True, slots=True)
+class Integrity:
+    """What is checked.
+
+    Attributes:
+      verify_on_restore: compare the digest of every chunk that a restore reads.
+    """
+
+    verify_on_restore: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Coordination:
+    """How long to wait for others.
+
+    Attributes:
+      deadline_seconds: bound of every wait for another process, and of the wait for a save in
+        flight when the interpreter exits.
+    """
+
+    deadline_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not self.deadline_seconds > 0:
+            raise InvalidOption(
+                f"Coordination.deadline_seconds must be positive, got {self.deadline_seconds!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """How a restore works.
+
+    Attributes:
+      host_bytes: bytes of chunk buffers and of values not yet handed to a device that a restore
+        holds besides the target; a single chunk larger than this is read alone.
+      sharding: used for target leaves without a sharding: a `jax.sharding.Sharding`, or a
+        function of (dotted leaf name, shape, dtype) that returns one. None: the default device.
+    """
+
+    host_bytes: int = 512 * 2**20
+    sharding: Any | Callable[[str, tuple[int, ...], Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        _positive_int("Restore.host_bytes", self.host_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything a `CheckpointManager` can be told.
+
+    Attributes:
+      on_save_error: a failed background save is raised at the next `save`, `check`, `wait` or
+        `close` ("raise"), or logged there as a warning ("warn").
+      on_committed: called with the `StepInfo` of each durable step, on the background thread; its
+        exception is logged and does not undo the save.
+      read_only: write nothing at all: no directory, no lock, no clean-up.
+    """
+
+    schedule: Schedule = field(default_factory=Schedule)
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    retention: Policy = field(default_factory=KeepAll)
+    storage: Storage = field(default_factory=Storage)
+    integrity: Integrity = field(default_factory=Integrity)
+    coordination: Coordination = field(default_factory=Coordination)
+    restore: Restore = field(default_factory=Restore)
+    on_save_error: Literal["raise", "warn"] = "raise"
+    on_committed: Callable[[Any], None] | None = None
+    read_only: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("Options.on_save_error", self.on_save_error, ("raise", "warn"))
+        kinds = {
+            "schedule": Schedule,
+            "snapshot": Snapshot,
+            "retention": Policy,
+            "storage": Storage,
+            "integrity": Integrity,
+            "coordination": Coordination,
+            "restore": Restore,
+        }
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise InvalidOption(f"Options.{name} must be a {kind.__name__}, got {value!r}")

@@ -1,0 +1,300 @@
+"""Opening steps and directories for reading: what the manager and the module's functions share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ckptmgr.core import layout
+from ckptmgr.core.info import Items, StepInfo, is_stateful
+from ckptmgr.core.manifest import StoredLeaf
+from ckptmgr.core.plan import RestorePlan
+from ckptmgr.engine import restore as engine_restore
+from ckptmgr.engine.catalog import Catalog, Entry
+from ckptmgr.engine.restore import Goals
+from ckptmgr.engine.steps import OpenItem, OpenStep, open_step
+from ckptmgr.engine.store import Store, local_path
+from ckptmgr.errors import (
+    CorruptCheckpoint,
+    InvalidOption,
+    Problem,
+    StepNotFound,
+    TreeMismatch,
+)
+from ckptmgr.events import Clock
+from ckptmgr.options import Options
+
+
+def open_entry(root: str, entry: Entry) -> OpenStep:
+    """Opens a committed entry of the directory `root`."""
+    path = os.path.join(root, layout.step_name(entry.step))
+    return open_step(path, entry.step, entry.manifest)
+
+
+def refuse_inside_a_step(root: str) -> None:
+    """Raises InvalidOption where `root` is a step or an item rather than a run's directory."""
+    if _looks_like_step(root):
+        raise InvalidOption(
+            f"{root} is a step; pass the directory above it: {os.path.dirname(root)}"
+        )
+    if os.path.exists(os.path.join(root, "_METADATA")):
+        above = os.path.dirname(os.path.dirname(root))
+        raise InvalidOption(f"{root} is an item inside a step; pass the run's directory: {above}")
+
+
+def _looks_like_step(path: str) -> bool:
+    names = (layout.MANIFEST, layout.CHECKPOINT_METADATA)
+    return any(os.path.exists(os.path.join(path, name)) for name in names)
+
+
+def locate(path: Any, step: int | None = None) -> tuple[str, Entry]:
+    """(root, entry) of `path`: a step's directory, or a run's directory and a step of it.
+
+    Raises StepNotFound saying what the path looks like, or CorruptCheckpoint.
+    """
+    where = local_path(path)
+    if not os.path.isdir(where):
+        state = "is a file, not a directory" if os.path.exists(where) else "does not exist"
+        raise StepNotFound(f"{where} {state}")
+    if step is None and _looks_like_step(where):
+        root, name = os.path.split(where)
+        number = layout.parse_step(name)
+        if number is None:
+            raise StepNotFound(f"{where} looks like a step, but its name is not a number")
+        entry = _catalog(root).entry(number)
+        return root, _good(where, entry, number)
+    catalog = _catalog(where)
+    if step is not None:
+        return where, _good(where, catalog.entry(step), step)
+    entry = next(catalog.committed(), None)
+    if entry is None:
+        raise StepNotFound(f"there is no committed step in {where}{_hint(where)}")
+    return where, entry
+
+
+def _catalog(root: str) -> Catalog:
+    return Catalog(Store(root), Clock(), lambda: "")
+
+
+def _good(where: str, entry: Entry | None, step: int) -> Entry:
+    if entry is None:
+        raise StepNotFound(f"there is no step {step} in {where}{_hint(where)}", step)
+    if entry.problem is not None:
+        raise CorruptCheckpoint(step, [entry.problem])
+    return entry
+
+
+def _hint(where: str) -> str:
+    """What to pass instead, where that can be guessed."""
+    if os.path.exists(os.path.join(where, "_METADATA")):
+        return f"; it is an item inside a step, pass {os.path.dirname(where)}"
+    below = [
+        name
+        for name in sorted(os.listdir(where))
+        if os.path.isdir(os.path.join(where, name))
+        and next(_catalog(os.path.join(where, name)).committed(), None) is not None
+    ]
+    return f"; {os.path.join(where, below[0])} has some" if below else ""
+
+
+def restore_step(
+    step: OpenStep,
+    like: Any,
+    *,
+    item: str | None,
+    cast: bool,
+    partial: bool,
+    options: Options,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Any:
+    """The state of an open step: the tree of a single state, else `Items`."""
+    if item is not None:
+        return _restore_item(step, _item(step, item), like, cast, partial, options, mesh)
+    if isinstance(like, Items):
+        missing = sorted(set(like) - set(step.items))
+        extra = [] if partial else sorted(set(step.items) - set(like))
+        if missing or extra:
+            raise TreeMismatch(
+                f"step {step.info.step}",
+                len(step.items),
+                [f"item {name}" for name in missing],
+                [f"item {name}" for name in extra],
+            )
+        return Items(
+            {
+                name: _restore_item(step, step.items[name], target, cast, partial, options, mesh)
+                for name, target in like.items()
+            }
+        )
+    if step.is_single:
+        only = step.items[layout.DEFAULT_ITEM]
+        return _restore_item(step, only, like, cast, partial, options, mesh)
+    if like is not None:
+        raise InvalidOption(
+            f"step {step.info.step} holds the items {sorted(step.items)}; "
+            "pass ckptmgr.Items(...) as the target, or item=..."
+        )
+    return Items(
+        {
+            name: _restore_item(step, found, None, cast, partial, options, mesh)
+            for name, found in step.items.items()
+        }
+    )
+
+
+def _item(step: OpenStep, name: str) -> OpenItem:
+    if name not in step.items:
+        raise StepNotFound(
+            f"step {step.info.step} has no item {name!r}; it has {sorted(step.items)}",
+            step.info.step,
+        )
+    return step.items[name]
+
+
+def _restore_item(
+    step: OpenStep,
+    item: OpenItem,
+    like: Any,
+    cast: bool,
+    partial: bool,
+    options: Options,
+    mesh: jax.sharding.Mesh | None,
+) -> Any:
+    if item.tree is None:
+        if is_stateful(like):
+            like.set_state(item.state)
+            return like
+        return item.state
+    goals = _goals(step, item, like, cast, partial, options, mesh)
+    verify = options.integrity.verify_on_restore
+    return engine_restore.read(item, goals, options.restore, verify, step.info.step)
+
+
+def _goals(
+    step: OpenStep,
+    item: OpenItem,
+    like: Any,
+    cast: bool,
+    partial: bool,
+    options: Options,
+    mesh: jax.sharding.Mesh | None,
+) -> Goals:
+    number = step.info.step
+    if like is None:
+        return engine_restore.goals_without_target(item, mesh, number)
+    where = f"step {number}" + ("" if step.is_single else f", item {item.name}")
+    return engine_restore.goals_for_target(
+        item, like, where, cast=cast, partial=partial, options=options.restore
+    )
+
+
+# -- the module's functions -------------------------------------------------------------------
+
+
+def restore(
+    path: Any,
+    like: Any = None,
+    *,
+    step: int | None = None,
+    item: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    cast: bool = False,
+    partial: bool = False,
+    options: Options | None = None,
+) -> Any:
+    """Restores from a run's directory (its latest step, or `step`) or a step's own directory.
+
+    With `mesh` and no `like`, every device array goes onto the mesh with its saved partition
+    spec; an axis that the mesh lacks or that does not divide is replicated (`plan_restore` says
+    so in its notes). Without both, arrays come back as numpy. Raises like
+    `CheckpointManager.restore`.
+    """
+    root, entry = locate(path, step)
+    return restore_step(
+        open_entry(root, entry),
+        like,
+        item=item,
+        cast=cast,
+        partial=partial,
+        options=options or Options(),
+        mesh=mesh,
+    )
+
+
+def plan_restore(
+    path: Any,
+    like: Any = None,
+    *,
+    step: int | None = None,
+    item: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    cast: bool = False,
+    partial: bool = False,
+    options: Options | None = None,
+) -> RestorePlan:
+    """What `restore` with the same arguments would read and hold, without reading array data."""
+    chosen = options or Options()
+    root, entry = locate(path, step)
+    opened = open_entry(root, entry)
+    targets: Mapping[str, Any] = like if isinstance(like, Items) else {}
+    names = [item] if item else [n for n in opened.items if not targets or n in targets]
+    plans = []
+    for name in names:
+        found = _item(opened, name)
+        if found.tree is not None:
+            target = targets.get(name) if targets else like
+            goals = _goals(opened, found, target, cast, partial, chosen, mesh)
+            verify = chosen.integrity.verify_on_restore
+            plans.append(engine_restore.make_plan(found, goals, chosen.restore, verify))
+    return RestorePlan(
+        tuple(unit for plan in plans for unit in plan.units),
+        sum(plan.wanted_bytes for plan in plans),
+        sum(plan.read_bytes for plan in plans),
+        sum(plan.target_bytes for plan in plans),
+        max((plan.peak_host_bytes for plan in plans), default=0),
+        tuple(note for plan in plans for note in plan.notes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a step holds.
+
+    Attributes:
+      info: about the step.
+      path: its directory.
+      leaves: item -> its leaves; items that keep a state of their own have none.
+      shardings: item -> table that `StoredLeaf.sharding` points into.
+    """
+
+    info: StepInfo
+    path: str
+    leaves: Mapping[str, tuple[StoredLeaf, ...]]
+    shardings: Mapping[str, tuple[Mapping[str, Any], ...]]
+
+
+def describe(path: Any, step: int | None = None) -> Description:
+    """The leaves of a step, ours or Orbax's; needs no accelerator and reads no array data."""
+    root, entry = locate(path, step)
+    opened = open_entry(root, entry)
+    trees = {name: item.tree for name, item in opened.items.items()}
+    return Description(
+        opened.info,
+        opened.path,
+        {name: tree.leaves if tree else () for name, tree in trees.items()},
+        {name: tree.shardings if tree else () for name, tree in trees.items()},
+    )
+
+
+def problems_of(path: Any) -> tuple[tuple[int, Problem], ...]:
+    """Directories below `path` that have a step's name and are not a committed step."""
+    root = local_path(path)
+    return tuple(
+        (entry.step, entry.problem)
+        for entry in _catalog(root).entries()
+        if entry.problem is not None
+    )
