@@ -14,6 +14,7 @@ def facts(directory: Path) -> dict:
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
+        "load_at_start": round(os.getloadavg()[0], 1),  # by others: above 1, expect noise
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "file_system": file_system(directory),
         "kernel": platform.release(),
@@ -26,7 +27,8 @@ def describe(found: dict) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
     return (
         f"{found['cores']} cores ({found['cpu']}), {found['ram_gib']} GiB RAM, "
-        f"writing to {found['file_system']}, Linux {found['kernel']}\n"
+        f"load {found['load_at_start']}, writing to {found['file_system']}, "
+        f"Linux {found['kernel']}\n"
         f"Python {found['python']}, {versions}"
     )
 

@@ -147,18 +147,16 @@ class CheckpointManager:
             if reason:
                 return SaveHandle(number, False, reason)
             mode = "sync" if sync else self._options.snapshot.mode
-            job = self._job(number, planned, mode, created, overwrite, *kept)
             handle = SaveHandle(number)
-            self._in_flight.append(handle)
+            thread = worker.SaveThread(handle, self._options.coordination.deadline_seconds)
             try:
-                worker.start(
-                    handle,
-                    lambda: pipeline.finish_save(job, self._tools, handle),
-                    self._options.coordination.deadline_seconds,
-                )
+                job = self._job(number, planned, mode, created, overwrite, *kept)
             except BaseException:
-                self._in_flight.remove(handle)
+                thread.cancel()
                 raise
+            before = self._in_flight[-1] if self._in_flight else None
+            self._in_flight.append(handle)
+            thread.give(lambda: pipeline.finish_save(job, self._tools, handle, before))
             if mode == "sync":
                 handle.result()
             return handle
@@ -213,7 +211,7 @@ class CheckpointManager:
         if overwrite:
             return
         for handle in self._in_flight:
-            if handle.step == step and not handle.done:
+            if handle.step == step and not handle.settled:
                 raise StepExists(step, self._store.path(layout.step_name(step)) + " (in flight)")
         entry = self._catalog.entry(step)
         if entry is not None and entry.problem is None:
@@ -221,11 +219,11 @@ class CheckpointManager:
 
     def _make_room(self, step: int, overwrite: bool) -> str:
         """Waits for the save in flight, or says why this one is skipped."""
-        busy = [handle for handle in self._in_flight if not handle.done]
+        busy = [handle for handle in self._in_flight if not handle.settled]
         if busy and self._options.snapshot.when_busy == "skip":
             return f"the save of step {busy[0].step} is still in flight"
         for handle in busy:
-            handle.join()
+            handle.wait_settled()
         self._raise_failures()
         self._refuse_existing(step, overwrite)
         return ""
@@ -268,18 +266,18 @@ class CheckpointManager:
     @property
     def saves_in_flight(self) -> int:
         """How many saves are not yet durable or failed."""
-        return sum(not handle.done for handle in list(self._in_flight))
+        return sum(not handle.settled for handle in list(self._in_flight))
 
     def _drain(self) -> None:
         for handle in list(self._in_flight):
             handle.join()
 
     def _raise_failures(self) -> None:
-        """Forgets settled saves; raises (or logs) the first failure nobody was told of."""
-        settled = [handle for handle in self._in_flight if handle.done]
-        for handle in settled:
+        """Forgets ended saves; raises (or logs) the first failure nobody was told of."""
+        for handle in list(self._in_flight):
             error = handle.take_failure()
-            self._in_flight.remove(handle)
+            if handle.done:
+                self._in_flight.remove(handle)
             if error is None:
                 continue
             if self._options.on_save_error == "raise":

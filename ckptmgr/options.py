@@ -25,7 +25,7 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise InvalidOption(f"{name} must be one of {choices}; got {value!r}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """Which steps `should_save` accepts; `save(force=True)` passes it by.
 
@@ -42,7 +42,7 @@ class Schedule:
         object.__setattr__(self, "at_steps", frozenset(self.at_steps))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """How the values of a call reach the host, see `ckptmgr.engine.snapshot`.
 
@@ -83,7 +83,7 @@ class LeafRule:
         _positive_int("LeafRule.chunk_bytes", self.chunk_bytes, optional=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """What is written.
 
@@ -109,7 +109,7 @@ class Storage:
         object.__setattr__(self, "leaf_options", tuple(self.leaf_options))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Integrity:
     """What is checked.
 
@@ -120,7 +120,7 @@ class Integrity:
     verify_on_restore: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Coordination:
     """How long to wait for others.
 
@@ -138,7 +138,7 @@ class Coordination:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
     """How a restore works.
 
@@ -156,7 +156,7 @@ class Restore:
         _positive_int("Restore.host_bytes", self.host_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Everything a `CheckpointManager` can be told.
 

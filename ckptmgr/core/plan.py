@@ -64,17 +64,18 @@ class SavePlan:
 def plan_save(tree: StoredTree, shards: Sequence[Sequence[Shard]], process: int) -> SavePlan:
     """Plans the writes of `process`; `shards[i]` are all distinct shards of leaf i.
 
-    Leaves with the same shape, chunks and shards are cut the same way, which is worked out once.
+    Leaves with the same shape and chunks that share one sequence of shards are cut the same way,
+    which is worked out once.
 
     Raises ValueError, naming leaf and boxes, when shards overlap or leave a gap.
     """
     parts: list[Part] = []
-    cuts: dict[tuple[Shape, Shape, tuple[Shard, ...]], list[_Cut]] = {}
+    cuts: dict[tuple[Shape, Shape, int], list[_Cut]] = {}
     nbytes = 0
     for number, (leaf, pieces) in enumerate(zip(tree.leaves, shards, strict=True)):
         if not leaf.has_array:
             continue
-        key = (leaf.stored_shape, leaf.chunk, tuple(pieces))
+        key = (leaf.stored_shape, leaf.chunk, id(pieces))  # `shards` keeps it alive
         if key not in cuts:
             boxes.assert_exact_cover(leaf.dotted, leaf.stored_shape, [s.box for s in pieces])
             cuts[key] = _cut(leaf, [s for s in pieces if s.process == process and s.box.size])

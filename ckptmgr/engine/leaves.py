@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,6 @@ from ckptmgr.options import LeafRule, Storage
 # unsigned view of the same width, the type kept in our tree.
 _TENSORSTORE_DTYPES = frozenset(
     [
-        # fmt: off
         "bool",
         "int2",
         "int4",
@@ -51,7 +51,6 @@ _TENSORSTORE_DTYPES = frozenset(
         "float4_e2m1fn",
         "complex64",
         "complex128",
-        # fmt: on
     ]
 )
 
@@ -98,21 +97,30 @@ def survey(state: Any, storage: Storage, places: shardings.PlacesCache, step: in
     for path, name, rule, value in zip(flat.paths, names, rules, flat.leaves, strict=True):
         leaf, source = _classify(path, name, value, step)
         if source is not None:
-            leaf = _as_stored(leaf, rule)
             pieces = _shards_of(source, places)
             chunk_bytes = (rule and rule.chunk_bytes) or storage.chunk_bytes
-            key = (leaf.stored_shape, leaf.stored_dtype, pieces, chunk_bytes)
+            dtype = _dtype_by_rule(leaf, rule)
+            stored = leaf.stored_dtype or stored_dtype(dtype)
+            key = (source.shape, stored, id(pieces), chunk_bytes)
             if key not in grids:
-                grids[key] = _grid(leaf, pieces, chunk_bytes)
-            leaf = replace(leaf, chunk=grids[key])
+                grids[key] = _grid(source.shape, stored, pieces, chunk_bytes)
+            number = None
             if isinstance(source, jax.Array):
-                leaf = replace(leaf, sharding=_sharding_number(source, table, entries))
+                number = _sharding_number(source, table, entries)
+            leaf = replace(
+                leaf,
+                dtype=dtype,
+                stored_dtype=stored,
+                stored_shape=source.shape,
+                chunk=grids[key],
+                sharding=number,
+            )
             shards.append(pieces)
         else:
             shards.append(())
         leaves.append(leaf)
         sources.append(source)
-    stored = StoredTree(
+    tree_on_disk = StoredTree(
         tuple(leaves),
         flat.containers,
         tuple(entries),
@@ -120,7 +128,7 @@ def survey(state: Any, storage: Storage, places: shardings.PlacesCache, step: in
         storage.driver,
         storage.compression,
     )
-    return Survey(flat, stored, tuple(sources), tuple(shards))
+    return Survey(flat, tree_on_disk, tuple(sources), tuple(shards))
 
 
 def _rule_for(storage: Storage, path: tree.Path) -> LeafRule | None:
@@ -176,8 +184,8 @@ def _classify_array(
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         impl = str(jax.random.key_impl(value))
         data = jax.random.key_data(value)
-        leaf = StoredLeaf(path, "key", value.shape, "", name, "uint32", data.shape, impl=impl)
-        return replace(leaf, stored_dtype=data.dtype.name), data
+        stored = data.dtype.name
+        return StoredLeaf(path, "key", value.shape, "", name, stored, impl=impl), data
     return StoredLeaf(path, "array", value.shape, value.dtype.name, name), value
 
 
@@ -199,18 +207,19 @@ def _check_dtype(where: str, value: np.ndarray | np.generic) -> None:
         raise UnsupportedLeaf(where, f"numpy dtype {dtype} cannot be stored")
 
 
-def _as_stored(leaf: StoredLeaf, rule: LeafRule | None) -> StoredLeaf:
-    """Fills in the stored dtype and shape."""
-    if leaf.kind == "key":
-        return leaf
-    if rule and rule.cast and jnp.issubdtype(np.dtype(leaf.dtype), jnp.floating):
-        try:
-            leaf = replace(leaf, dtype=np.dtype(rule.cast).name)
-        except TypeError as exc:
-            raise InvalidOption(f"LeafRule.cast: there is no dtype {rule.cast!r}") from exc
-    return replace(leaf, stored_dtype=stored_dtype(leaf.dtype), stored_shape=leaf.shape)
+def _dtype_by_rule(leaf: StoredLeaf, rule: LeafRule | None) -> str:
+    """The leaf's dtype, or the one a rule casts it to."""
+    if not (rule and rule.cast and leaf.dtype):
+        return leaf.dtype
+    if not jnp.issubdtype(np.dtype(leaf.dtype), jnp.floating):
+        return leaf.dtype
+    try:
+        return np.dtype(rule.cast).name
+    except TypeError as exc:
+        raise InvalidOption(f"LeafRule.cast: there is no dtype {rule.cast!r}") from exc
 
 
+@functools.cache
 def stored_dtype(dtype: str) -> str:
     """The dtype of the zarr array for values of `dtype`."""
     return dtype if dtype in _TENSORSTORE_DTYPES else f"uint{8 * np.dtype(dtype).itemsize}"
@@ -228,14 +237,20 @@ def to_stored(values: np.ndarray, leaf: StoredLeaf) -> np.ndarray:
 
 def _shards_of(source: jax.Array | np.ndarray, places: shardings.PlacesCache) -> tuple[Shard, ...]:
     if isinstance(source, np.ndarray):
-        return (Shard(whole(source.shape), 0, 0),)
+        return _one_piece(source.shape)
     return places(source).shards
 
 
-def _grid(leaf: StoredLeaf, pieces: Sequence[Shard], chunk_bytes: int) -> Shape:
+@functools.lru_cache(maxsize=4096)
+def _one_piece(shape: Shape) -> tuple[Shard, ...]:
+    """A host array is one shard, written by process 0."""
+    return (Shard(whole(shape), 0, 0),)
+
+
+def _grid(shape: Shape, dtype: str, pieces: Sequence[Shard], chunk_bytes: int) -> Shape:
     return chunking.chunk_shape(
-        leaf.stored_shape,
-        np.dtype(leaf.stored_dtype).itemsize,
+        shape,
+        np.dtype(dtype).itemsize,
         [shard.box for shard in pieces],
         [shard.process for shard in pieces],
         chunk_bytes,

@@ -106,8 +106,13 @@ class _Written:
         self.files[path] = (len(data), manifest.digest(data))
 
 
-def finish_save(job: SaveJob, tools: Tools, handle: SaveHandle) -> None:
-    """Makes `job` a durable step, telling `handle` how far it is."""
+def finish_save(
+    job: SaveJob, tools: Tools, handle: SaveHandle, before: SaveHandle | None = None
+) -> None:
+    """Makes `job` a durable step, telling `handle` how far it is.
+
+    Retention and the user's hook run in the order of the saves: after those of `before`.
+    """
     with tools.emitter.span("save", job.step, job.nbytes):
         with tools.emitter.span("open", job.step):
             attempt = tools.catalog.begin(job.step)
@@ -120,6 +125,8 @@ def finish_save(job: SaveJob, tools: Tools, handle: SaveHandle) -> None:
             raise
     info = info_of(document)
     handle.mark_durable(info)
+    if before is not None:
+        before.join()
     _after_commit(job, tools, info)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import queue
 import sys
 import threading
 import time
@@ -55,6 +56,15 @@ class SaveHandle:
         """Whether the save has ended: durable or failed, retention and the user's hook run."""
         return self._done.is_set()
 
+    @property
+    def settled(self) -> bool:
+        """Whether the step is durable, or the save failed: its values are no longer held."""
+        return self._settled.is_set()
+
+    def wait_settled(self) -> None:
+        """Waits until `settled`; raises nothing."""
+        self._settled.wait()
+
     def join(self, timeout: float | None = None) -> bool:
         """Waits until `done`; raises nothing, returns whether it is."""
         return self._done.wait(timeout)
@@ -88,7 +98,7 @@ class SaveHandle:
 
     def failure(self) -> SaveFailed | None:
         """The failure that nobody was told of yet; asking does not tell."""
-        return None if self._told or not self._done.is_set() else self._error
+        return None if self._told or not self._settled.is_set() else self._error
 
     def take_failure(self) -> SaveFailed | None:
         """The failure that nobody was told of yet, given once."""
@@ -111,28 +121,46 @@ class SaveHandle:
         self._done.set()
 
 
-def start(handle: SaveHandle, work: Callable[[], None], deadline_seconds: float) -> None:
-    """Runs `work` on a thread of its own; it marks `handle` on its way, and settles it here."""
+class SaveThread:
+    """The thread of one save. It is started before the copies are ordered, while the cores are
+    idle, and given its work after; without work it ends."""
 
-    def run() -> None:
+    def __init__(self, handle: SaveHandle, deadline_seconds: float) -> None:
+        self._handle = handle
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        name = f"ckptmgr-save-{handle.step}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        handle.thread = self._thread
+        _registry.add(handle, deadline_seconds)
+        try:
+            self._thread.start()
+        except BaseException:
+            _registry.discard(handle)
+            raise
+
+    def give(self, work: Callable[[], None]) -> None:
+        """Runs `work`, which marks the handle on its way; its outcome settles the handle."""
+        self._work.put(work)
+
+    def cancel(self) -> None:
+        """There will be no work: the call that made this thread failed and says so itself."""
+        self._work.put(None)
+        _registry.discard(self._handle)
+
+    def _run(self) -> None:
+        work = self._work.get()
+        if work is None:
+            self._handle.finish(None)
+            return
         try:
             work()
         except BaseException as exc:
-            error = SaveFailed(handle.step, exc)
+            error = SaveFailed(self._handle.step, exc)
             error.__cause__ = exc
-            handle.finish(error)
+            self._handle.finish(error)
         else:
-            handle.finish(None)
-            _registry.discard(handle)
-
-    thread = threading.Thread(target=run, name=f"ckptmgr-save-{handle.step}", daemon=True)
-    handle.thread = thread
-    _registry.add(handle, deadline_seconds)
-    try:
-        thread.start()
-    except BaseException:
-        _registry.discard(handle)
-        raise
+            self._handle.finish(None)
+            _registry.discard(self._handle)
 
 
 class _Registry:
