@@ -19,7 +19,8 @@ from ckptmgr.core.info import Items, Restored, Skipped, StepInfo, is_stateful
 from ckptmgr.core.plan import plan_save
 from ckptmgr.engine import coord, leaves, pipeline, shardings, snapshot, worker
 from ckptmgr.engine.catalog import Catalog, Entry
-from ckptmgr.engine.steps import foreign_info, info_of
+from ckptmgr.engine.foreign import foreign_info
+from ckptmgr.engine.steps import info_of
 from ckptmgr.engine.store import Store, local_path
 from ckptmgr.engine.worker import SaveHandle
 from ckptmgr.errors import (

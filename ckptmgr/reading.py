@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from ckptmgr.core import layout
 from ckptmgr.core.info import Items, StepInfo, is_stateful
 from ckptmgr.core.manifest import StoredLeaf
 from ckptmgr.core.plan import RestorePlan
+from ckptmgr.engine import foreign
 from ckptmgr.engine import restore as engine_restore
 from ckptmgr.engine.catalog import Catalog, Entry
 from ckptmgr.engine.restore import Goals
@@ -32,48 +34,64 @@ from ckptmgr.options import Options
 def open_entry(root: str, entry: Entry) -> OpenStep:
     """Opens a committed entry of the directory `root`."""
     path = os.path.join(root, layout.step_name(entry.step))
+    if entry.manifest is None:
+        return foreign.open_foreign(path, entry.step)
     return open_step(path, entry.step, entry.manifest)
 
 
 def refuse_inside_a_step(root: str) -> None:
     """Raises InvalidOption where `root` is a step or an item rather than a run's directory."""
     if _looks_like_step(root):
-        raise InvalidOption(
-            f"{root} is a step; pass the directory above it: {os.path.dirname(root)}"
-        )
+        above = os.path.dirname(root)
+        raise InvalidOption(f"{root} is a step; pass the directory above it: {above}")
     if os.path.exists(os.path.join(root, "_METADATA")):
         above = os.path.dirname(os.path.dirname(root))
-        raise InvalidOption(f"{root} is an item inside a step; pass the run's directory: {above}")
+        raise InvalidOption(
+            f"{root} is an item inside a step, or the output of an Orbax Checkpointer; "
+            f"a manager takes a run's directory, such as {above}"
+        )
 
 
 def _looks_like_step(path: str) -> bool:
+    """Whether a path is a step: by its files, or as old Orbax's, by its name and its items."""
     names = (layout.MANIFEST, layout.CHECKPOINT_METADATA)
-    return any(os.path.exists(os.path.join(path, name)) for name in names)
+    if any(os.path.exists(os.path.join(path, name)) for name in names):
+        return not foreign.is_bare(path)
+    root, name = os.path.split(path)
+    number = layout.parse_step(name)
+    if number is None or foreign.is_bare(path):
+        return False
+    entry = _catalog(root).entry(number)
+    return entry is not None and entry.problem is None
 
 
-def locate(path: Any, step: int | None = None) -> tuple[str, Entry]:
-    """(root, entry) of `path`: a step's directory, or a run's directory and a step of it.
+def open_path(path: Any, step: int | None = None) -> OpenStep:
+    """Opens what `path` names: a step's directory, a run's directory and a step of it (None: the
+    latest committed), or the bare output of an Orbax Checkpointer.
 
     Raises StepNotFound saying what the path looks like, or CorruptCheckpoint.
     """
     where = local_path(path)
     if not os.path.isdir(where):
         state = "is a file, not a directory" if os.path.exists(where) else "does not exist"
-        raise StepNotFound(f"{where} {state}")
+        raise StepNotFound(f"{where} {state}{_flax_hint(where)}")
+    if ".orbax-checkpoint-tmp" in os.path.basename(where):
+        raise StepNotFound(f"{where} is a save that did not finish")
+    if step is None and foreign.is_bare(where) and not _looks_like_step(os.path.dirname(where)):
+        return foreign.open_bare(where)
     if step is None and _looks_like_step(where):
         root, name = os.path.split(where)
         number = layout.parse_step(name)
         if number is None:
             raise StepNotFound(f"{where} looks like a step, but its name is not a number")
-        entry = _catalog(root).entry(number)
-        return root, _good(where, entry, number)
+        return open_entry(root, _good(where, _catalog(root).entry(number), number))
     catalog = _catalog(where)
     if step is not None:
-        return where, _good(where, catalog.entry(step), step)
+        return open_entry(where, _good(where, catalog.entry(step), step))
     entry = next(catalog.committed(), None)
     if entry is None:
         raise StepNotFound(f"there is no committed step in {where}{_hint(where)}")
-    return where, entry
+    return open_entry(where, entry)
 
 
 def _catalog(root: str) -> Catalog:
@@ -92,13 +110,19 @@ def _hint(where: str) -> str:
     """What to pass instead, where that can be guessed."""
     if os.path.exists(os.path.join(where, "_METADATA")):
         return f"; it is an item inside a step, pass {os.path.dirname(where)}"
-    below = [
-        name
-        for name in sorted(os.listdir(where))
-        if os.path.isdir(os.path.join(where, name))
-        and next(_catalog(os.path.join(where, name)).committed(), None) is not None
-    ]
-    return f"; {os.path.join(where, below[0])} has some" if below else ""
+    for name in sorted(os.listdir(where)):
+        below = os.path.join(where, name)
+        if os.path.isdir(below) and next(_catalog(below).committed(), None) is not None:
+            return f"; {below} has some"
+        if hint := _flax_hint(below):
+            return f"; {name}{hint}"
+    return ""
+
+
+def _flax_hint(path: str) -> str:
+    """Legacy flax checkpoints are files named checkpoint_<n>, or directories of msgpack parts."""
+    found = re.fullmatch(r"checkpoint_\d+", os.path.basename(path))
+    return " looks like flax's msgpack format, which ckptmgr does not read" if found else ""
 
 
 def restore_step(
@@ -138,6 +162,16 @@ def restore_step(
             f"step {step.info.step} holds the items {sorted(step.items)}; "
             "pass ckptmgr.Items(...) as the target, or item=..."
         )
+    unreadable = [name for name, found in step.items.items() if found.unreadable]
+    if unreadable:
+        rest = sorted(set(step.items) - set(unreadable))
+        raise CorruptCheckpoint(
+            step.info.step,
+            [
+                Problem(name, f"{step.items[name].unreadable}; item=... restores one of {rest}")
+                for name in unreadable
+            ],
+        )
     return Items(
         {
             name: _restore_item(step, found, None, cast, partial, options, mesh)
@@ -164,6 +198,8 @@ def _restore_item(
     options: Options,
     mesh: jax.sharding.Mesh | None,
 ) -> Any:
+    if item.unreadable:
+        raise CorruptCheckpoint(step.info.step, [Problem(item.name, item.unreadable)])
     if item.tree is None:
         if is_stateful(like):
             like.set_state(item.state)
@@ -213,9 +249,8 @@ def restore(
     so in its notes). Without both, arrays come back as numpy. Raises like
     `CheckpointManager.restore`.
     """
-    root, entry = locate(path, step)
     return restore_step(
-        open_entry(root, entry),
+        open_path(path, step),
         like,
         item=item,
         cast=cast,
@@ -238,8 +273,7 @@ def plan_restore(
 ) -> RestorePlan:
     """What `restore` with the same arguments would read and hold, without reading array data."""
     chosen = options or Options()
-    root, entry = locate(path, step)
-    opened = open_entry(root, entry)
+    opened = open_path(path, step)
     targets: Mapping[str, Any] = like if isinstance(like, Items) else {}
     names = [item] if item else [n for n in opened.items if not targets or n in targets]
     plans = []
@@ -269,24 +303,26 @@ class Description:
       path: its directory.
       leaves: item -> its leaves; items that keep a state of their own have none.
       shardings: item -> table that `StoredLeaf.sharding` points into.
+      unreadable: item -> why nothing of it can be read (only of Orbax's).
     """
 
     info: StepInfo
     path: str
     leaves: Mapping[str, tuple[StoredLeaf, ...]]
     shardings: Mapping[str, tuple[Mapping[str, Any], ...]]
+    unreadable: Mapping[str, str]
 
 
 def describe(path: Any, step: int | None = None) -> Description:
     """The leaves of a step, ours or Orbax's; needs no accelerator and reads no array data."""
-    root, entry = locate(path, step)
-    opened = open_entry(root, entry)
+    opened = open_path(path, step)
     trees = {name: item.tree for name, item in opened.items.items()}
     return Description(
         opened.info,
         opened.path,
         {name: tree.leaves if tree else () for name, tree in trees.items()},
         {name: tree.shardings if tree else () for name, tree in trees.items()},
+        {name: item.unreadable for name, item in opened.items.items() if item.unreadable},
     )
 
 

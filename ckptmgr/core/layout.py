@@ -24,6 +24,8 @@ DEFAULT_ITEM = "default"
 METRICS_ITEM = "metrics"
 OCDBT_MANIFEST = "manifest.ocdbt"
 LEAVES = "ckptmgr/leaves"
+ROOT_ARRAY = "/"
+"""Name of the array of a tree that is a single leaf: its keys have no prefix, as Orbax has it."""
 
 _STEP = re.compile(r"(0|[1-9][0-9]*)")
 _TMP = re.compile(r"(0|[1-9][0-9]*)\.orbax-checkpoint-tmp-([0-9a-f]+)")
@@ -140,9 +142,11 @@ def container(process: int) -> str:
 def array_names(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """Where each leaf's array lies in the item's database: a different place for each.
 
-    Usually the dotted path, as Orbax has it. Of leaves whose dotted names are equal the first
+    Usually the dotted path, as Orbax has it; `ROOT_ARRAY` for a tree that is a single leaf. Of leaves whose dotted names are equal the first
     keeps the name; it and every name that cannot be a key path go to `ckptmgr/leaves/<number>`.
     """
+    if list(paths) == [()]:
+        return (ROOT_ARRAY,)
     taken: set[str] = set()
     names = []
     for number, path in enumerate(paths):
@@ -163,6 +167,16 @@ def _is_key_path(name: str) -> bool:
         and "\0" not in name
         and name.isprintable()
     )
+
+
+def array_prefix(name: str) -> str:
+    """What the keys of an array begin with in the item's database."""
+    return "" if name == ROOT_ARRAY else name + "/"
+
+
+def orbax_name(name: str) -> str:
+    """How Orbax calls the array in its files."""
+    return "" if name == ROOT_ARRAY else name
 
 
 def is_aside(array_name: str) -> bool:

@@ -145,6 +145,7 @@ class StoredTree:
       driver: TensorStore driver of the arrays, "zarr" or "zarr3".
       compression: None or "zstd".
       ocdbt: whether the arrays lie in an OCDBT database (False only in steps of Orbax).
+      sparse: whether chunks of zeros may be missing (only in zarr3 trees of Orbax before 0.7).
     """
 
     leaves: tuple[StoredLeaf, ...]
@@ -154,6 +155,7 @@ class StoredTree:
     driver: str = "zarr"
     compression: str | None = None
     ocdbt: bool = True
+    sparse: bool = False
 
     def to_json(self) -> str:
         return values.dumps(

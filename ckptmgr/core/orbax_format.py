@@ -53,9 +53,7 @@ def pytree_metadata(flat: Flat, tree: StoredTree) -> str:
     """`_METADATA` of an item: every leaf that Orbax can find, and the empty containers."""
     entries: dict[str, Any] = {}
     keys = dict(zip(flat.paths, flat.sequence_keys, strict=True))
-    for leaf in tree.leaves:
-        if not _orbax_can_find(leaf):
-            continue
+    for leaf in _listed(tree):
         value: dict[str, Any] = {"value_type": _value_type(leaf), "skip_deserialize": False}
         if value["value_type"] == "jax.Array":
             value["write_shape"] = list(leaf.chunk)
@@ -84,9 +82,23 @@ def pytree_metadata(flat: Flat, tree: StoredTree) -> str:
     )
 
 
-def _orbax_can_find(leaf: StoredLeaf) -> bool:
-    """Not what lies aside, and not strings whose name collides (they lie in our tree only)."""
-    return not layout.is_aside(leaf.name) if leaf.has_array else bool(leaf.dotted)
+def _listed(tree: StoredTree) -> list[StoredLeaf]:
+    """The leaves that Orbax can find: not what lies aside, nor text whose name is taken."""
+    listed = []
+    taken: set[str] = set()
+    for leaf in tree.leaves:
+        if leaf.has_array:
+            found = not layout.is_aside(leaf.name)
+        else:
+            found = leaf.dotted not in taken and (bool(leaf.dotted) or not leaf.path)
+        if found:
+            listed.append(leaf)
+        taken.add(leaf.dotted)
+    return listed
+
+
+def _listed_arrays(tree: StoredTree) -> list[StoredLeaf]:
+    return [leaf for leaf in _listed(tree) if leaf.has_array]
 
 
 def _value_type(leaf: StoredLeaf) -> str:
@@ -99,7 +111,7 @@ def _value_type(leaf: StoredLeaf) -> str:
 
 def strings(tree: StoredTree) -> str | None:
     """`_strings.json`, or None where the tree has no string."""
-    found = {leaf.dotted: leaf.value for leaf in tree.leaves if leaf.value is not None}
+    found = {leaf.dotted: leaf.value for leaf in _listed(tree) if leaf.value is not None}
     return _compact(found) if found else None
 
 
@@ -107,9 +119,11 @@ def shardings(tree: StoredTree) -> str:
     """`_sharding`: base64url of the leaf name -> a JSON string; the same text once per sharding."""
     texts = [_compact(_sharding(entry)) for entry in tree.shardings]
     found = {
-        base64.urlsafe_b64encode(leaf.name.encode()).decode(): texts[leaf.sharding]
-        for leaf in tree.leaves
-        if leaf.sharding is not None and leaf.has_array and not layout.is_aside(leaf.name)
+        base64.urlsafe_b64encode(layout.orbax_name(leaf.name).encode()).decode(): texts[
+            leaf.sharding
+        ]
+        for leaf in _listed_arrays(tree)
+        if leaf.sharding is not None
     }
     return _compact(found)
 
@@ -141,11 +155,11 @@ def _nested(flat: Sequence[Any], sizes: Sequence[int]) -> Any:
 def array_metadatas(tree: StoredTree) -> str:
     """`array_metadatas/process_<N>`: chunk shapes, and which arrays are PRNG keys."""
     found = []
-    for leaf in tree.leaves:
-        if leaf.kind not in ("array", "key") or not leaf.has_array or layout.is_aside(leaf.name):
+    for leaf in _listed_arrays(tree):
+        if leaf.kind not in ("array", "key"):
             continue
         entry: dict[str, Any] = {
-            "param_name": leaf.name,
+            "param_name": layout.orbax_name(leaf.name),
             "write_shape": list(leaf.chunk),
             "chunk_shape": list(leaf.chunk),
         }
@@ -177,21 +191,38 @@ def checkpoint_metadata(
 
 @dataclass(frozen=True, slots=True)
 class ForeignLeaf:
-    """A leaf as Orbax's `_METADATA` lists it; `value_type` may be one of the empty types."""
+    """A leaf as Orbax's `_METADATA` lists it.
+
+    Attributes:
+      path: its keys as text.
+      sequence: for each key whether it is a position in a sequence.
+      value_type: Orbax's word for it; may be one of the empty types.
+      aggregated: whether its value lies in old Orbax's msgpack file.
+    """
 
     path: tuple[str, ...]
     sequence: tuple[bool, ...]
     value_type: str
+    aggregated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignTree:
-    """What Orbax's `_METADATA` says of an item; `ocdbt` is None where it does not say."""
+    """What Orbax's `_METADATA` says of an item.
+
+    Attributes:
+      leaves: real leaves and empty containers.
+      zarr3: whether the arrays are zarr3.
+      ocdbt: whether they lie in OCDBT; None where it does not say.
+      marked: whether the item is ours.
+      dense: whether chunks equal to the fill value were written too.
+    """
 
     leaves: tuple[ForeignLeaf, ...]
     zarr3: bool
     ocdbt: bool | None
     marked: bool
+    dense: bool
 
 
 def parse_pytree_metadata(text: bytes) -> ForeignTree:
@@ -205,13 +236,19 @@ def parse_pytree_metadata(text: bytes) -> ForeignTree:
                 ForeignLeaf(
                     tuple(str(key["key"]) for key in keys),
                     tuple(key["key_type"] == _SEQUENCE for key in keys),
-                    entry["value_metadata"]["value_type"],
+                    (kind := entry["value_metadata"]["value_type"]),
+                    kind not in EMPTY_TYPES
+                    and bool(entry["value_metadata"].get("skip_deserialize")),
                 )
             )
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise FormatError(f"not Orbax's tree metadata ({exc!r})") from exc
     return ForeignTree(
-        tuple(leaves), bool(data.get("use_zarr3")), data.get("use_ocdbt"), MARK in data
+        tuple(leaves),
+        bool(data.get("use_zarr3")),
+        data.get("use_ocdbt"),
+        MARK in data,
+        bool(data.get("store_array_data_equal_to_fill_value")),
     )
 
 

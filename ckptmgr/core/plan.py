@@ -164,6 +164,14 @@ class RestorePlan:
     peak_host_bytes: int
     notes: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        text = (
+            f"reads {self.read_bytes / 1e6:.1f} MB for {self.wanted_bytes / 1e6:.1f} MB wanted, "
+            f"restores {self.target_bytes / 1e6:.1f} MB, holds up to "
+            f"{self.peak_host_bytes / 1e6:.1f} MB besides"
+        )
+        return "\n".join((text, *self.notes))
+
     @property
     def over_read(self) -> float:
         """Bytes read per byte wanted, 1.0 at best."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckptmgr.core import boxes, manifest
+from ckptmgr.core import boxes, layout, manifest
 from ckptmgr.core.boxes import Box, Shape
 from ckptmgr.core.manifest import Chunk, StoredLeaf, StoredTree
 from ckptmgr.core.plan import Part, SavePlan, Unit
@@ -78,7 +78,7 @@ def array_spec(tree: StoredTree, leaf: StoredLeaf, kvstore: Mapping[str, Any]) -
         metadata["codecs"] = codecs
     return {
         "driver": tree.driver,
-        "kvstore": {**kvstore, "path": leaf.name + "/"},
+        "kvstore": {**kvstore, "path": layout.array_prefix(leaf.name)},
         "dtype": leaf.stored_dtype,
         "metadata": metadata,
         "store_data_equal_to_fill_value": True,
@@ -259,15 +259,20 @@ class Reader:
 
     def _kvstore(self) -> dict[str, Any]:
         if self._tree.ocdbt:
-            return database(self._path)
+            spec = database(self._path)
+            del spec["config"]  # the writer's holds; Orbax has used several
+            return spec
         return {"driver": "file", "path": self._path.rstrip("/") + "/"}
 
     def _open(self, leaf: StoredLeaf) -> ts.Future[ts.TensorStore]:
         kvstore = self._kvstore()
         spec: dict[str, Any] = {
             "driver": self._tree.driver,
-            "kvstore": {**kvstore, "path": kvstore.get("path", "") + leaf.name + "/"},
-            "fill_missing_data_reads": False,
+            "kvstore": {
+                **kvstore,
+                "path": kvstore.get("path", "") + layout.array_prefix(leaf.name),
+            },
+            "fill_missing_data_reads": self._tree.sparse,
         }
         return ts.open(spec, context=self._context, open=True, read=True)
 

@@ -28,7 +28,7 @@ from ckptmgr.core import layout, manifest, orbax_format, retention, values
 from ckptmgr.core.info import StepInfo
 from ckptmgr.core.manifest import Manifest, Receipt
 from ckptmgr.core.plan import SavePlan
-from ckptmgr.core.tree import Flat
+from ckptmgr.core.tree import Flat, unflatten
 from ckptmgr.engine import arrays
 from ckptmgr.engine.catalog import Attempt, Catalog
 from ckptmgr.engine.coord import Coordinator
@@ -204,6 +204,8 @@ def _write_tree_metadata(
     strings = orbax_format.strings(tree)
     if strings is not None:
         written.put(layout.strings_file(name), strings)
+    if not tree.leaves:
+        written.put(layout.json_item_file(name), json.dumps(unflatten(tree.containers, int)))
     written.put(layout.item_commit(name), "Checkpoint commit was successful\n")
 
 
@@ -214,7 +216,11 @@ def _write_state(item: StateItem, written: _Written, rank: int) -> None:
 
 
 def _write_step_metadata(job: SaveJob, written: _Written, tools: Tools) -> None:
-    kinds = {item.name: "tree" if isinstance(item, TreeItem) else "state" for item in job.items}
+    kinds = {
+        # Orbax's tree handlers refuse a tree without leaves
+        item.name: "tree" if isinstance(item, TreeItem) and item.plan.tree.leaves else "state"
+        for item in job.items
+    }
     metrics = values.decode(job.metrics) if job.metrics else None
     if metrics:
         written.put(layout.metrics_file(), json.dumps(metrics, default=str))

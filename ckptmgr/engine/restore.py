@@ -75,13 +75,19 @@ def goals_without_target(item: OpenItem, mesh: jax.sharding.Mesh | None, step: i
     if unreadable:
         problems = [Problem(item.name, str(leaf.value), leaf.dotted) for leaf in unreadable]
         raise CorruptCheckpoint(step, problems)
-    notes: list[str] = []
+    notes: dict[str, list[str]] = {}
     goals = [_goal_as_saved(i, leaf, stored, mesh, notes) for i, leaf in enumerate(stored.leaves)]
 
     def build(leaves: Sequence[Any]) -> Any:
         return tree.unflatten(stored.containers, lambda i: leaves[i])
 
-    return Goals(tuple(goals), build, tuple(dict.fromkeys(notes)))
+    told = [f"{note}: {_some(names)}" for note, names in notes.items()]
+    return Goals(tuple(goals), build, tuple(told))
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more leaves"
 
 
 def _goal_as_saved(
@@ -89,7 +95,7 @@ def _goal_as_saved(
     leaf: StoredLeaf,
     stored: StoredTree,
     mesh: jax.sharding.Mesh | None,
-    notes: list[str],
+    notes: dict[str, list[str]],
 ) -> Goal:
     if leaf.kind == "scalar":
         return _python_goal(number, leaf)
@@ -100,7 +106,8 @@ def _goal_as_saved(
         if mesh is not None:
             saved = None if leaf.sharding is None else stored.shardings[leaf.sharding]
             sharding, found = shardings.on_mesh(saved, leaf.shape, mesh)
-            notes += [f"{leaf.dotted}: {note}" for note in found]
+            for note in found:
+                notes.setdefault(note, []).append(leaf.dotted)
         return _device_goal(number, leaf, leaf.dtype, sharding)
     return _whole_goal(number, leaf, "numpy")
 
@@ -318,6 +325,7 @@ def read(item: OpenItem, goals: Goals, options: Restore, verify: bool, step: int
     reader = arrays.Reader(step, stored, item.path, item.digests if verify else {})
     results: list[Any] = [None] * len(goals.goals)
     moving: list[Any] = []
+    misfits: dict[str, str] = {}
     for wave in _waves(goals.goals, stored, options.host_bytes):
         boxes = {goals.goals[i].leaf: _boxes(goals.goals[i]) for i in wave}
         into = {
@@ -329,12 +337,14 @@ def read(item: OpenItem, goals: Goals, options: Restore, verify: bool, step: int
         filled = []
         for goal in (goals.goals[i] for i in wave):
             leaf = stored.leaves[goal.leaf]
-            filled.append((goal, _narrowed(goal, leaf, into.pop(goal.leaf))))
+            filled.append((goal, _narrowed(goal, leaf, into.pop(goal.leaf), misfits)))
         placed = _place(filled, stored)
         del filled
         moving = [value for value in placed if isinstance(value, jax.Array)]
         for i, value in zip(wave, placed, strict=True):
             results[i] = value
+    if misfits:
+        raise TreeMismatch(f"step {step}", len(stored.leaves), differing=misfits)
     for i, goal in enumerate(goals.goals):
         if goal.wish is None:
             value = stored.leaves[goal.leaf].value
@@ -375,15 +385,16 @@ def _is_python_number(leaf: StoredLeaf) -> bool:
     return bool(leaf.pytype) and leaf.pytype != "numpy"
 
 
-def _narrowed(goal: Goal, leaf: StoredLeaf, buffers: list[np.ndarray]) -> list[np.ndarray]:
+def _narrowed(
+    goal: Goal, leaf: StoredLeaf, buffers: list[np.ndarray], misfits: dict[str, str]
+) -> list[np.ndarray]:
     """A Python number, stored in 64 bits, in the width of its target; it must fit."""
     if goal.kind not in ("jax", "numpy") or not _is_python_number(leaf):
         return buffers
     (value,) = buffers
     narrow = value.astype(goal.dtype)
     if _family(goal.dtype) == "int" and narrow.item() != value.item():
-        text = f"value: stored {value.item()} does not fit the target's {goal.dtype}"
-        raise TreeMismatch("the checkpoint", 1, differing={leaf.dotted: text})
+        misfits[leaf.dotted] = f"value: stored {value.item()} does not fit {goal.dtype}"
     return [narrow]
 
 
@@ -454,8 +465,14 @@ def _device_result(goal: Goal, leaf: StoredLeaf, put: Iterator[jax.Array]) -> ja
         array = next(put)
     if goal.kind == "key":
         return jax.random.wrap_key_data(array, impl=leaf.impl)
-    if goal.weak_type and not leaf.shape:
-        weak = jnp.asarray(array.item())  # a Python number makes a weakly typed array
-        if weak.dtype == array.dtype:
-            return weak if goal.sharding is None else jax.device_put(weak, goal.sharding)
-    return array
+    return _weakly_typed(array, goal.sharding) if goal.weak_type else array
+
+
+def _weakly_typed(array: jax.Array, sharding: Any) -> jax.Array:
+    """The same values with the weak type that only Python numbers give, where it exists."""
+    kinds: dict[str, Any] = {"int": 0, "float": 0.0, "complex": 0j}
+    zero = kinds.get(_family(array.dtype.name))
+    if zero is None or jnp.asarray(zero).dtype != array.dtype:
+        return array
+    weak = jnp.broadcast_to(jnp.asarray(zero), array.shape).at[...].set(array)
+    return weak if sharding is None else jax.device_put(weak, sharding)

@@ -132,11 +132,10 @@ def on_mesh(
         for axis in axes or ():
             size = mesh.shape.get(axis)
             if size is None:
-                notes.append(f"mesh axis {axis!r} is not in the new mesh: dimension {d} replicated")
+                notes.append(f"mesh axis {axis!r} is not in the new mesh, replicated")
             elif shape[d] % (math.prod(mesh.shape[name] for name in kept) * size):
                 notes.append(
-                    f"mesh axis {axis!r} of size {size} does not divide dimension {d} of {shape}: "
-                    "replicated"
+                    f"mesh axis {axis!r} of size {size} does not divide {shape[d]}, replicated"
                 )
             else:
                 kept.append(axis)

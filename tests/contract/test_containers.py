@@ -115,7 +115,10 @@ def test_lists_tuples_dicts_and_none_come_back_as_they_were_without_a_target(tmp
     }
     back = exact(tmp_path, tree)
     assert type(back["tuple"]) is tuple and type(back["tuple"][1]) is list
-    assert list(back["ordered"]) == ["z", "a", "m"] and type(back["ordered"]) is collections.OrderedDict
+    assert (
+        list(back["ordered"]) == ["z", "a", "m"]
+        and type(back["ordered"]) is collections.OrderedDict
+    )
     # What came back goes where the original went.
     new = jax.device_put((back["tuple"], jax.tree.map(np.zeros_like, tree["tuple"])))
     chosen = jax.lax.cond(True, lambda a, b: a, lambda a, b: b, *new)
@@ -208,7 +211,11 @@ def test_keys_that_jax_cannot_sort_are_refused_by_path(tmp_path):
 
 
 def test_a_namedtuple_comes_back_as_one_of_the_same_name_and_fields(tmp_path):
-    tree = {"m": Moments(X, {"k": X + 1}, 3), "none": Nothing(), "nested": (Moments(None, (), Moments(1, 2)),)}
+    tree = {
+        "m": Moments(X, {"k": X + 1}, 3),
+        "none": Nothing(),
+        "nested": (Moments(None, (), Moments(1, 2)),),
+    }
     back = round_trip(tmp_path, tree)
     assert type(back["m"]).__name__ == "Moments" and back["m"]._fields == ("mu", "nu", "count")
     assert isinstance(back["m"], tuple) and back["m"].count == 3
@@ -238,7 +245,10 @@ def test_a_flax_struct_as_root_keeps_class_and_static_fields_of_the_target(tmp_p
 
     state = Model(freeze({"dense": {"kernel": X}}), None, apply, "saved")
     back = round_trip(tmp_path, state)
-    assert back == {"params": {"dense": {"kernel": back["params"]["dense"]["kernel"]}}, "extra": None}
+    assert back == {
+        "params": {"dense": {"kernel": back["params"]["dense"]["kernel"]}},
+        "extra": None,
+    }
     like = Model(freeze({"dense": {"kernel": X * 0}}), None, print, "mine")
     kept = ckptmgr.restore(tmp_path, like)
     assert type(kept) is Model and kept.apply is print and kept.label == "mine"
@@ -291,7 +301,10 @@ def test_every_optax_state_comes_back(tmp_path):
     mu = back["adamw"][0].mu["dense"]["kernel"]
     trees.assert_same_values(mu, tree["adamw"][0].mu["dense"]["kernel"])
     assert type(back["chain"]) is tuple and len(back["chain"]) == 3
-    assert jax.tree.structure(back["chain"][0]) == jax.tree.structure(tree["chain"][0]) or back["chain"][0] == ()
+    assert (
+        jax.tree.structure(back["chain"][0]) == jax.tree.structure(tree["chain"][0])
+        or back["chain"][0] == ()
+    )
 
 
 def test_a_flax_train_state_comes_back_as_it_was_when_saved(tmp_path):
@@ -387,12 +400,17 @@ def test_nnx_optimizer_state_comes_back(tmp_path):
     tree = {"model": nnx.state(net), "optimizer": nnx.state(optimizer)}
     trees.save(tmp_path, tree)
     fresh = Net(nnx.Rngs(9))
-    like = {"model": nnx.state(fresh), "optimizer": nnx.state(nnx.Optimizer(fresh, optax.adam(1e-2), wrt=nnx.Param))}
+    like = {
+        "model": nnx.state(fresh),
+        "optimizer": nnx.state(nnx.Optimizer(fresh, optax.adam(1e-2), wrt=nnx.Param)),
+    }
     trees.assert_same_tree(ckptmgr.restore(tmp_path, like), tree)
 
 
 def test_items_come_back_as_items_and_alone(tmp_path):
-    items = ckptmgr.Items(state={"w": jnp.arange(3.0)}, rng=jax.random.key(1), note="text", none=None)
+    items = ckptmgr.Items(
+        state={"w": jnp.arange(3.0)}, rng=jax.random.key(1), note="text", none=None
+    )
     trees.save(tmp_path, items)
     back = ckptmgr.restore(tmp_path)
     assert type(back) is ckptmgr.Items and set(back) == set(items)

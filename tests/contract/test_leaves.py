@@ -42,7 +42,9 @@ def patterned(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     if kind == np.bool_:
         return np.resize(np.array([True, False, False]), shape)
     if kind.itemsize == 1:
-        width = next((b for b in (2, 4, 6) if dtype.startswith((f"int{b}", f"uint{b}", f"float{b}_"))), 8)
+        width = next(
+            (b for b in (2, 4, 6) if dtype.startswith((f"int{b}", f"uint{b}", f"float{b}_"))), 8
+        )
         return np.resize(_low(kind, width), size).reshape(shape)
     word = 4 if dtype == "complex64" else 8 if dtype == "complex128" else kind.itemsize
     count = size * kind.itemsize // word

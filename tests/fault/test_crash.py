@@ -1,5 +1,7 @@
 """Processes that are killed, what they leave, and who may clean it up."""
 
+import itertools
+import json
 import os
 import pathlib
 import shutil
@@ -11,6 +13,7 @@ from ckptmgr.core import layout
 from ckptmgr.testing import Fault, Hold
 from tests.fault.common import (
     LIMIT,
+    age,
     assert_state,
     bury_owners,
     faulty,
@@ -67,7 +70,7 @@ KILL_AT_RANDOM = """
             os._exit(9)
         os.close(theirs)
         said = os.read(ours, 100).decode().strip()
-        time.sleep(rng.uniform(0, 0.15))  # the moment of death, not a wait
+        time.sleep(rng.uniform(0, 0.4))  # the moment of death, not a wait
         os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
         os.close(ours)
@@ -193,21 +196,21 @@ def test_the_live_temporary_directory_of_another_process_survives_a_start(tmp_pa
     assert after == "(5,)"
 
 
+def second_rename_to(step):
+    """Of an overwrite without exchange: the first finds the step in its way, this replaces it."""
+    seen = itertools.count(1)
+    return lambda op: op.name == "rename" and op.target == str(step) and next(seen) == 2
+
+
 def test_the_old_step_survives_the_start_of_another_manager_in_the_middle_of_an_overwrite(
     tmp_path,
 ):
     with manager(tmp_path) as found:
         found.save(2, state(20)).result()
-
-    def second_rename(operation):
-        return operation.name == "rename" and operation.target == "2"
-
-    hold = Hold(lambda operation: second_rename(operation) and operation.number > first)
-    fault = Fault(lambda operation: second_rename(operation) and operation.number > first)
     store = faulty(tmp_path, exchange=False)
     with manager(tmp_path, store=store) as found:
-        first = _number_of_first_rename(tmp_path)
-        store.arm(hold, fault)
+        hold = Hold(second_rename_to(2))
+        store.arm(hold, Fault(second_rename_to(2)))
         handle = found.save(2, state(21), overwrite=True)
         assert hold.reached.wait(LIMIT)
         try:
@@ -219,30 +222,21 @@ def test_the_old_step_survives_the_start_of_another_manager_in_the_middle_of_an_
         assert_state(found.restore(step=2), 20)
 
 
-def _number_of_first_rename(root):
-    """The rename that finds the step in its way; the second one replaces it."""
-    other = root.parent / (root.name + "-count")
-    with manager(other) as found:
+def cut_an_overwrite_in_two(root):
+    """Step 2 lies neither here nor there: the old one in the trash, the new one temporary."""
+    with manager(root) as found:
         found.save(2, state(20)).result()
-    store = faulty(other, exchange=False)
-    with manager(other, store=store) as found:
-        store.arm()
-        found.save(2, state(21), overwrite=True).result()
-    return next(op.number for op in store.operations if op.name == "rename")
+    store = faulty(root, exchange=False)
+    with manager(root, store=store, on_save_error="warn") as found:
+        store.arm(Fault(second_rename_to(2), for_good=True))
+        assert found.save(2, state(21), overwrite=True).join(LIMIT)
+    assert numbers(reader(root)) == ()
+    (intent,) = (root / layout.intents_dir()).iterdir()
+    return intent
 
 
 def test_an_overwrite_that_a_dead_process_began_is_finished_at_the_next_start(tmp_path):
-    with manager(tmp_path) as found:
-        found.save(2, state(20)).result()
-    first = _number_of_first_rename(tmp_path)
-    store = faulty(tmp_path, exchange=False)
-    with manager(tmp_path, store=store, on_save_error="warn") as found:
-        store.arm(
-            Fault(lambda op: op.name == "rename" and op.number > first + 4, for_good=True),
-            Fault(lambda op: op.target == "2" and op.number > first, for_good=True),
-        )
-        found.save(2, state(21), overwrite=True).join(LIMIT)
-    assert numbers(reader(tmp_path)) == ()  # between the two renames
+    cut_an_overwrite_in_two(tmp_path)
     bury_owners(tmp_path)
     with manager(tmp_path) as found:
         assert_state(found.restore(step=2), 21)
@@ -250,23 +244,23 @@ def test_an_overwrite_that_a_dead_process_began_is_finished_at_the_next_start(tm
     assert leftovers(tmp_path) == []
 
 
-def test_an_interrupted_overwrite_of_an_unknown_host_is_never_swept_away(tmp_path):
-    """A container that was started anew has the same host name and other process numbers."""
-    with manager(tmp_path) as found:
-        found.save(2, state(20)).result()
-        found.save(3, state(3)).result()
-    write_dead_intent(tmp_path, 2, ATTEMPT, replaces=True)
-    intent = tmp_path / layout.intent_name(ATTEMPT)
-    intent.write_text(intent.read_text().replace(os.uname().nodename, "elsewhere"))
-    trash = tmp_path / layout.trash_name(2, ATTEMPT)
-    trash.parent.mkdir(parents=True)
-    (tmp_path / "2").rename(trash)
-    swept(tmp_path).close()
-    bury_owners(tmp_path)
-    intent.write_text(intent.read_text().replace("elsewhere", os.uname().nodename))
+def test_an_overwrite_that_a_process_of_another_host_began_long_ago_is_not_swept_away(tmp_path):
+    intent = cut_an_overwrite_in_two(tmp_path)
+    intent.write_text(json.dumps({**json.loads(intent.read_text()), "host": "elsewhere"}))
+    age(tmp_path)
+    with swept(tmp_path):
+        pass
     with swept(tmp_path) as found:
-        assert numbers(found) == (2, 3)
-        assert_state(found.restore(step=2), 20)
+        assert numbers(found) == (2,)
+        assert found.restore(step=2)["n"] in (20, 21)
+
+
+def test_an_overwrite_that_a_process_of_another_host_is_in_the_middle_of_loses_nothing(tmp_path):
+    intent = cut_an_overwrite_in_two(tmp_path)
+    intent.write_text(json.dumps({**json.loads(intent.read_text()), "host": "elsewhere"}))
+    swept(tmp_path).close()
+    assert (tmp_path / layout.trash_name(2, intent.stem) / layout.MANIFEST).exists()
+    assert (tmp_path / layout.tmp_name(2, intent.stem) / layout.MANIFEST).exists()
 
 
 def test_an_intent_cut_short_does_not_keep_its_leftovers_for_ever(tmp_path):
@@ -274,9 +268,7 @@ def test_an_intent_cut_short_does_not_keep_its_leftovers_for_ever(tmp_path):
     write_dead_intent(tmp_path, 30, ATTEMPT)
     intent = tmp_path / layout.intent_name(ATTEMPT)
     intent.write_text(intent.read_text()[:20])
-    old = 1_000_000_000  # nobody touched any of it for years
-    for path in (intent, *tmp_path.rglob("*")):
-        os.utime(path, (old, old))
+    age(tmp_path)
     swept(tmp_path).close()
     assert leftovers(tmp_path) == []
 

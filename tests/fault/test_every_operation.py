@@ -9,6 +9,7 @@ import ckptmgr
 from ckptmgr.testing import Fault, Hold
 from tests.fault.common import (
     LIMIT,
+    age,
     assert_state,
     bury_owners,
     faulty,
@@ -287,8 +288,11 @@ def test_whatever_operation_the_process_dies_at_every_listed_step_is_whole(effec
         what = f"{name}: {line}"
         try:
             assert numbers(reader(root))[0] == 1
-            with swept(root):
-                assert leftovers(root) == []
+            swept(root).close()
+            if effect == "half" and leftovers(root):  # whose intent cannot be read is let live
+                age(root)
+                swept(root).close()
+            assert leftovers(root) == []
             assert_whole(scenario, root, what)
             assert_usable(root)
         except AssertionError as exc:

@@ -21,13 +21,18 @@ class Cut(NamedTuple):
     owners: list[int]
 
 
+PIECES = st.integers(1, 7)
+
+
 @st.composite
-def cuts(draw: Any, sizes: Any = None, even: bool = False) -> Cut:
+def cuts(draw: Any, sizes: Any = PIECES, even: bool = False) -> Cut:
     """0 to 3 axes; the last piece along an axis may be shorter unless `even`."""
-    sizes = sizes or st.integers(1, 13)
     edges: list[list[int]] = []
     for _ in range(draw(st.integers(0, 3))):
-        piece, times = draw(sizes), draw(st.sampled_from([1, 1, 2, 3, 4]))
+        piece, times = (
+            draw(sizes),
+            draw(st.sampled_from([1, 1, 2, 3, 4] if len(edges) < 2 else [1, 2])),
+        )
         end = piece * times - (0 if even else draw(st.integers(0, piece - 1)))
         edges.append(sorted({*range(0, end, piece), end}))
     spans = [list(itertools.pairwise(axis)) for axis in edges]
@@ -106,9 +111,7 @@ def trees(leaves: Any, user_classes: bool = True) -> Any:
                 st.builds(Pair, children, children),
                 st.builds(Layer, children, children),
                 st.builds(Train, children, children),
-                _dicts(TEXT_KEYS, children).map(
-                    lambda found: collections.defaultdict(list, found)
-                ),
+                _dicts(TEXT_KEYS, children).map(lambda found: collections.defaultdict(list, found)),
             ]
         return st.one_of(kinds)
 
