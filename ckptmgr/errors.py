@@ -74,7 +74,10 @@ class SaveFailed(CheckpointError):
 
     def __init__(self, step: int, cause: BaseException | str) -> None:
         text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
-        super().__init__(f"the save of step {step} failed and left no step behind: {text}")
+        outcome = "failed and left no step behind"
+        if isinstance(cause, StoreError) and cause.unknown:
+            outcome = "is in doubt"
+        super().__init__(f"the save of step {step} {outcome}: {text}")
         self.step = step
 
 

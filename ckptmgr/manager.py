@@ -149,6 +149,7 @@ class CheckpointManager:
                 return SaveHandle(number, False, reason)
             mode = "sync" if sync else self._options.snapshot.mode
             handle = SaveHandle(number)
+            handle.warn_only = self._options.on_save_error == "warn"
             thread = worker.SaveThread(handle, self._options.coordination.deadline_seconds)
             try:
                 job = self._job(number, planned, mode, created, overwrite, *kept)
@@ -158,8 +159,9 @@ class CheckpointManager:
             before = self._in_flight[-1] if self._in_flight else None
             self._in_flight.append(handle)
             thread.give(lambda: pipeline.finish_save(job, self._tools, handle, before))
-            if mode == "sync":
+            if mode == "sync" or worker.exiting():
                 handle.result()
+                thread.join()
             return handle
 
     def _plan(self, step: int, state: Any) -> list[tuple[str, leaves.Survey | Any]]:
@@ -215,6 +217,8 @@ class CheckpointManager:
             if handle.step == step and not handle.settled:
                 raise StepExists(step, self._store.path(layout.step_name(step)) + " (in flight)")
         entry = self._catalog.entry(step)
+        if entry is not None and entry.unreadable is not None:
+            raise entry.unreadable
         if entry is not None and entry.problem is None:
             raise StepExists(step, self._store.path(layout.step_name(step)))
 
@@ -351,7 +355,7 @@ class CheckpointManager:
                 number = _step_number(step)
                 for handle in self._in_flight:
                     if handle.step == number:
-                        handle.join()
+                        handle.wait_settled()
                 found = self._found(number)
             return self._restore(found, like, item, cast, partial)
 
@@ -380,7 +384,7 @@ class CheckpointManager:
         the newest good one does not fit `like`.
         """
         with self._open_for("restore_latest"):
-            self._drain()
+            self._drain_unless_in_hook()
             skipped: list[Skipped] = []
             problems: list[Problem] = []
             for entry in self._catalog.entries():
@@ -457,10 +461,13 @@ class CheckpointManager:
 
     def _sweep_in_background(self) -> None:
         """Leftovers of dead processes go while the caller gets on."""
+        found = self._catalog.leftovers()
+        if not found.intents and not found.trash:
+            return
 
         def sweep() -> None:
             try:
-                self._catalog.sweep()
+                self._catalog.sweep(found)
             except Exception as exc:
                 logger.warning("leftovers in %s remain: %s", self._store.root, exc)
 

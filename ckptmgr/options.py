@@ -7,6 +7,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import ml_dtypes  # noqa: F401  registers bfloat16 and friends with numpy
+import numpy as np
+
 from ckptmgr.core.retention import KeepAll, Policy
 from ckptmgr.errors import InvalidOption
 
@@ -17,6 +20,12 @@ def _positive_int(name: str, value: Any, *, optional: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         extra = " or None" if optional else ""
         raise InvalidOption(f"{name} must be a whole number of at least 1{extra}, got {value!r}")
+
+
+def _collection(name: str, value: Any) -> Collection[Any]:
+    if isinstance(value, str) or not isinstance(value, Collection):
+        raise InvalidOption(f"{name} must be a tuple or another collection, got {value!r}")
+    return value
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -39,7 +48,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         _positive_int("Schedule.every_steps", self.every_steps, optional=True)
-        object.__setattr__(self, "at_steps", frozenset(self.at_steps))
+        steps = _collection("Schedule.at_steps", self.at_steps)
+        if any(isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 0 for s in steps):
+            raise InvalidOption(f"Schedule.at_steps must hold step numbers, got {self.at_steps!r}")
+        object.__setattr__(self, "at_steps", frozenset(int(step) for step in steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +92,13 @@ class LeafRule:
         return fnmatch.fnmatchcase(name, self.pattern)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str):
+            raise InvalidOption(f"LeafRule.pattern must be text, got {self.pattern!r}")
+        try:
+            if self.cast is not None and not np.issubdtype(np.dtype(self.cast), np.generic):
+                raise TypeError
+        except TypeError as exc:
+            raise InvalidOption(f"LeafRule.cast: there is no dtype {self.cast!r}") from exc
         _positive_int("LeafRule.chunk_bytes", self.chunk_bytes, optional=True)
 
 
@@ -106,7 +125,12 @@ class Storage:
         _one_of("Storage.driver", self.driver, ("zarr", "zarr3"))
         _one_of("Storage.compression", self.compression, (None, "zstd"))
         _positive_int("Storage.chunk_bytes", self.chunk_bytes)
-        object.__setattr__(self, "leaf_options", tuple(self.leaf_options))
+        rules = tuple(_collection("Storage.leaf_options", self.leaf_options))
+        if not all(isinstance(rule, LeafRule) for rule in rules):
+            raise InvalidOption(
+                f"Storage.leaf_options must hold LeafRule, got {self.leaf_options!r}"
+            )
+        object.__setattr__(self, "leaf_options", rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +156,8 @@ class Coordination:
     deadline_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        if not self.deadline_seconds > 0:
+        number = isinstance(self.deadline_seconds, (int, float))
+        if not number or not self.deadline_seconds > 0:
             raise InvalidOption(
                 f"Coordination.deadline_seconds must be positive, got {self.deadline_seconds!r}"
             )
@@ -162,7 +187,8 @@ class Options:
 
     Attributes:
       on_save_error: a failed background save is raised at the next `save`, `check`, `wait` or
-        `close` ("raise"), or logged there as a warning ("warn").
+        `close` ("raise"), or logged there as a warning ("warn"). With "raise", one that nobody was
+        told of ends the process with status 1.
       on_committed: called with the `StepInfo` of each durable step, on the background thread; its
         exception is logged and does not undo the save.
       read_only: write nothing at all: no directory, no lock, no clean-up.
@@ -181,6 +207,8 @@ class Options:
 
     def __post_init__(self) -> None:
         _one_of("Options.on_save_error", self.on_save_error, ("raise", "warn"))
+        if self.on_committed is not None and not callable(self.on_committed):
+            raise InvalidOption(f"Options.on_committed must be callable, got {self.on_committed!r}")
         kinds = {
             "schedule": Schedule,
             "snapshot": Snapshot,

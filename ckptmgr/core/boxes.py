@@ -74,6 +74,8 @@ def bounding(boxes: Iterable[Box]) -> Box:
 
 def tiles(box: Box, tile: Shape) -> Iterator[Box]:
     """The cells of the regular grid of `tile` at the origin that meet `box`, cut to it."""
+    if not box.size:
+        return
     ranges = [range(a // t * t, b, t) for a, b, t in zip(box.start, box.stop, tile, strict=True)]
     for corner in itertools.product(*ranges):
         start = tuple(map(max, corner, box.start))
@@ -92,7 +94,7 @@ def assert_exact_cover(leaf: str, shape: Shape, boxes: Sequence[Box]) -> None:
     for box in boxes:
         if not contains(outer, box):
             raise ValueError(f"leaf {leaf!r}: box {box} lies outside the array of shape {shape}")
-    if sum(box.size for box in boxes) == outer.size and len(boxes) <= 1:
+    if len(boxes) == 1 and boxes[0].size == outer.size:
         return
     edges = [
         sorted({0, size, *(box.start[d] for box in boxes), *(box.stop[d] for box in boxes)})
@@ -108,7 +110,7 @@ def assert_exact_cover(leaf: str, shape: Shape, boxes: Sequence[Box]) -> None:
             )
         ] += 1
     bad = np.argwhere(count != 1)
-    if bad.size:
+    if len(bad):
         cell = [int(i) for i in bad[0]]
         where = Box(
             tuple(axis[i] for axis, i in zip(edges, cell, strict=True)),

@@ -117,6 +117,11 @@ def item_commit(item: str) -> str:
     return f"{item}/{COMMIT_SUCCESS}"
 
 
+def own_dir(item: str) -> str:
+    """The directory in an item that only ckptmgr makes."""
+    return f"{item}/ckptmgr"
+
+
 def tree_file(item: str) -> str:
     return f"{item}/ckptmgr/tree.json"
 

@@ -347,9 +347,29 @@ class Manifest:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise FormatError(f"the manifest lacks or misstates {exc}") from exc
-        if not isinstance(manifest.step, int) or not isinstance(manifest.items, dict):
-            raise FormatError("the manifest's step or items have a wrong type")
+        _check_types(manifest)
         return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    def whole_number(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+    sound = {
+        "step": whole_number(manifest.step),
+        "kind": isinstance(manifest.kind, str),
+        "attempt": isinstance(manifest.attempt, str),
+        "nbytes": whole_number(manifest.nbytes),
+        "items": isinstance(manifest.items, dict)
+        and all(kind in ("tree", "state") for kind in manifest.items.values()),
+        "topology": isinstance(manifest.topology, dict),
+        "files": all(
+            whole_number(size) and isinstance(found, str) for size, found in manifest.files.values()
+        ),
+    }
+    for name, good in sound.items():
+        if not good:
+            raise FormatError(f"the manifest's {name} is not what it should be")
 
 
 _HEAD = '{"digest":"'

@@ -117,13 +117,16 @@ def strings(tree: StoredTree) -> str | None:
 
 def shardings(tree: StoredTree) -> str:
     """`_sharding`: base64url of the leaf name -> a JSON string; the same text once per sharding."""
-    texts = [_compact(_sharding(entry)) for entry in tree.shardings]
+    texts = [
+        _compact(_sharding(entry)) if entry["type"] in ("named", "single") else ""
+        for entry in tree.shardings
+    ]
     found = {
         base64.urlsafe_b64encode(layout.orbax_name(leaf.name).encode()).decode(): texts[
             leaf.sharding
         ]
         for leaf in _listed_arrays(tree)
-        if leaf.sharding is not None
+        if leaf.sharding is not None and texts[leaf.sharding]
     }
     return _compact(found)
 
@@ -274,6 +277,8 @@ def foreign_containers(leaves: Sequence[ForeignLeaf]) -> tuple[Any, list[Foreign
             if not isinstance(below, _Node):
                 raise FormatError(f"{'.'.join(leaf.path)} lies below another leaf")
             node = below
+        if leaf.path[-1] in node.children:
+            raise FormatError(f"{'.'.join(leaf.path)} is another leaf's container as well")
         node.children[leaf.path[-1]] = leaf
     return _foreign_node(root, real), real
 
@@ -337,5 +342,5 @@ def parse_key_impls(text: bytes) -> dict[str, str]:
             for entry in entries
             if (entry.get("ext_metadata") or {}).get("random_key_impl")
         }
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise FormatError(f"not Orbax's array metadata ({exc!r})") from exc

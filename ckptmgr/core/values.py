@@ -36,7 +36,11 @@ def encode(value: Any, where: str = "") -> Any:
         items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return _encode_array(np.asarray(value), where)
+        try:
+            array = np.asarray(value)
+        except TypeError as exc:  # a typed PRNG key, for one
+            raise TypeError(f"{where or 'value'} cannot be kept: {exc}") from exc
+        return _encode_array(array.astype(array.dtype.newbyteorder("="), copy=False), where)
     raise TypeError(f"{where or 'value'} has the type {type(value).__name__}, which cannot be kept")
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,7 @@ from ckptmgr.engine import leaves as leaf_values
 from ckptmgr.engine.snapshot import Staged
 from ckptmgr.errors import CorruptCheckpoint, Problem
 
-WAVE_BYTES = 256 * 2**20
+WAVE_BYTES = 128 * 2**20
 """Array bytes per OCDBT transaction; one is committed while the next is filled."""
 
 READ_AHEAD_BYTES = 128 * 2**20
@@ -33,11 +35,15 @@ _OCDBT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_0
 _DATA_FILE_BYTES = 2**31
 
 
-def context() -> ts.Context:
-    """One per save or restore. Files are synced by the commit, not one by one here."""
+def context(sync: bool = False) -> ts.Context:
+    """One per save or restore.
+
+    With `sync` each wave's file is synced as it is written, while the next wave is filled, which
+    leaves the commit's own sync of everything little to do.
+    """
     return ts.Context(
         {
-            "file_io_sync": False,
+            "file_io_sync": sync,
             "file_io_locking": {"mode": "none"},  # each file has one writer, in its own attempt
             "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000},
         }
@@ -125,44 +131,112 @@ def _waves(plan: SavePlan, process: int) -> Iterator[list[_Job]]:
         yield wave
 
 
+class _Digester:
+    """Digests parts on a thread of its own while TensorStore writes them."""
+
+    def __init__(self, leaves: Sequence[StoredLeaf]) -> None:
+        self._leaves = leaves
+        self._queue: queue.SimpleQueue[tuple[Part, np.ndarray] | None] = queue.SimpleQueue()
+        self._chunks: list[Chunk] = []
+        self._error: BaseException | None = None
+        self._taken = self._given = 0
+        self._progress = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="ckptmgr-digest", daemon=True)
+        self._thread.start()
+
+    def give(self, part: Part, values: np.ndarray) -> None:
+        self._given += 1
+        self._queue.put((part, values))
+
+    @property
+    def given(self) -> int:
+        """How many parts it was given so far."""
+        return self._given
+
+    def wait(self, count: int) -> None:
+        """Waits until the first `count` parts are digested; raises what went wrong."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._taken >= count or self._error is not None)
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> tuple[Chunk, ...]:
+        """Every chunk, in the order the parts were given."""
+        self.wait(self._given)
+        return tuple(self._chunks)
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            part, values = item
+            try:
+                leaf = self._leaves[part.leaf]
+                for box in boxes.tiles(part.box, leaf.chunk):
+                    piece = values[box.within(part.box)]
+                    index = manifest.chunk_index(leaf, box)
+                    self._chunks.append(Chunk(part.leaf, index, piece.nbytes, digest(piece)))
+            except BaseException as exc:
+                self._error = exc
+            del item, values
+            with self._progress:
+                self._taken += 1
+                self._progress.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class _Committing:
+    """A wave under way to disk, and how many parts were digested when its buffers are free."""
+
+    future: ts.Future[None]
+    jobs: list[_Job]
+    digested: int
+
+
 def write(
     plan: SavePlan,
     staged: Staged,
     path: str,
     process: int,
     *,
+    sync: bool = False,
     before_wave: Callable[[], None] = lambda: None,
 ) -> tuple[Chunk, ...]:
     """Writes this process's parts to the database in `path`; returns what it wrote.
 
-    One transaction per wave. A buffer is handed to TensorStore without a copy and released when
-    its wave is committed.
+    One transaction per wave. A buffer is handed to TensorStore without a copy, and released when
+    its wave is committed and digested.
     """
-    ctx = context()
+    ctx = context(sync)
     kvstore = database(path)
-    chunks: list[Chunk] = []
-    committing: tuple[ts.Future[None], list[_Job]] | None = None
-    for jobs in _waves(plan, process):
-        before_wave()
-        transaction = ts.Transaction()
-        try:
-            _fill(transaction, jobs, plan, staged, kvstore, ctx, chunks)
-            if committing:
-                committing[0].result()
-        except BaseException:
-            transaction.abort()
-            raise
+    digester = _Digester(plan.tree.leaves)
+    committing: _Committing | None = None
+    try:
+        for jobs in _waves(plan, process):
+            before_wave()
+            transaction = ts.Transaction()
+            try:
+                _fill(transaction, jobs, plan, staged, kvstore, ctx, digester)
+                if committing:
+                    _settle(committing, staged, digester)
+            except BaseException:
+                transaction.abort()
+                raise
+            committing = _Committing(transaction.commit_async(), jobs, digester.given)
         if committing:
-            _release(staged, committing[1])
-        committing = (transaction.commit_async(), jobs)
-    if committing:
-        committing[0].result()
-        _release(staged, committing[1])
-    return tuple(chunks)
+            _settle(committing, staged, digester)
+        return digester.finish()
+    finally:
+        digester.end()
 
 
-def _release(staged: Staged, jobs: Sequence[_Job]) -> None:
-    for job in jobs:
+def _settle(wave: _Committing, staged: Staged, digester: _Digester) -> None:
+    wave.future.result()
+    digester.wait(wave.digested)
+    for job in wave.jobs:
         positions = [position for part in job.parts for position, _ in part.sources]
         staged.release(job.leaf, positions)
 
@@ -174,7 +248,7 @@ def _fill(
     staged: Staged,
     kvstore: Mapping[str, Any],
     ctx: ts.Context,
-    chunks: list[Chunk],
+    digester: _Digester,
 ) -> None:
     opening = []
     for job in jobs:
@@ -186,20 +260,13 @@ def _fill(
         leaf = plan.tree.leaves[job.leaf]
         for part in job.parts:
             values = _assemble(leaf, part, staged)
-            for index, box in _chunks_in(leaf, part.box):
-                piece = values[box.within(part.box)]
-                chunks.append(Chunk(job.leaf, index, piece.nbytes, digest(piece)))
             target = opened.result()[part.box.slices] if part.box.start else opened.result()
             writing.append(target.write(values, can_reference_source_data_indefinitely=True))
+            digester.give(part, values)
         if not job.parts:
             opened.result()
     for future in writing:
         future.copy.result()
-
-
-def _chunks_in(leaf: StoredLeaf, box: Box) -> Iterator[tuple[Shape, Box]]:
-    for tile in boxes.tiles(box, leaf.chunk):
-        yield manifest.chunk_index(leaf, tile), tile
 
 
 def _assemble(leaf: StoredLeaf, part: Part, staged: Staged) -> np.ndarray:

@@ -56,12 +56,22 @@ class Entry:
       manifest: ours, where it is valid.
       foreign: whether Orbax wrote it.
       problem: why it is not a step; None for a committed one.
+      unreadable: set besides `problem` where storage refused to say what it is.
     """
 
     step: int
     manifest: Manifest | None = None
     foreign: bool = False
     problem: Problem | None = None
+    unreadable: StoreError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """Names of intents and of trash that a sweep looks at."""
+
+    intents: tuple[str, ...]
+    trash: tuple[str, ...]
 
 
 class Catalog:
@@ -95,7 +105,8 @@ class Catalog:
             text = self.store.read_file(f"{name}/{layout.MANIFEST}")
         except StoreError as exc:
             if not isinstance(exc.__cause__, FileNotFoundError):
-                return Entry(step, problem=Problem(layout.MANIFEST, str(exc)))
+                problem = Problem(layout.MANIFEST, str(exc))
+                return Entry(step, problem=problem, unreadable=exc)
             return self._without_manifest(step)
         try:
             manifest = Manifest.from_json(text)
@@ -111,6 +122,8 @@ class Catalog:
         name = layout.step_name(step)
         found = False
         for item in self.store.names(name):
+            if self.store.is_dir(f"{name}/{layout.own_dir(item)}"):
+                return Entry(step, problem=Problem(layout.MANIFEST, "missing"))
             text = self._read_or_none(f"{name}/{layout.pytree_metadata(item)}")
             if text is None:
                 continue
@@ -128,10 +141,12 @@ class Catalog:
         return Entry(step, problem=Problem("", "no manifest of ckptmgr and no metadata of Orbax"))
 
     def _has_checkpoint_metadata(self, name: str) -> bool:
+        """Orbax's metadata of a step, and an item that it lists: one without trees is a step too."""
         text = self._read_or_none(f"{name}/{layout.CHECKPOINT_METADATA}")
         try:
-            return text is not None and "item_handlers" in json.loads(text)
-        except (ValueError, TypeError):
+            items = json.loads(text)["item_handlers"] if text is not None else ()
+            return any(self.store.is_dir(f"{name}/{item}") for item in items)
+        except (ValueError, TypeError, KeyError):
             return False
 
     def _read_or_none(self, name: str) -> bytes | None:
@@ -142,33 +157,70 @@ class Catalog:
 
     # -- a save -----------------------------------------------------------------------------
 
-    def begin(self, step: int) -> Attempt:
+    def begin(self, step: int, overwrite: bool = False) -> Attempt:
         """Writes the intent and makes the temporary directory."""
         unique = self._new_attempt()
         attempt = Attempt(step, unique, layout.tmp_name(step, unique))
-        self._write_intent(attempt, replaces=False)
-        self.store.make_dir(attempt.tmp)
+        _LIVE.add(unique)
+        try:
+            self._write_intent(attempt, overwrite)
+            self.store.make_dir(attempt.tmp)
+        except BaseException:
+            self.abandon(attempt)
+            raise
         return attempt
 
     def _write_intent(self, attempt: Attempt, replaces: bool) -> None:
         self.store.make_dir(layout.intents_dir())
         owner = {"step": attempt.step, "tmp": attempt.tmp, "replaces": replaces, **_me()}
-        self.store.write_file(layout.intent_name(attempt.id), json.dumps(owner).encode())
+        name = layout.intent_name(attempt.id)
+        self.store.write_file(name, json.dumps(owner).encode())
+        if replaces:
+            self.store.sync_path(name)
+            self.store.sync_path(layout.intents_dir())
 
     def publish(self, attempt: Attempt, manifest: Manifest, overwrite: bool) -> None:
-        """Steps 3 to 5 of the order above. Raises StepExists if another writer was first."""
+        """Steps 3 to 5 of the order above. Raises StepExists if another writer was first, and
+        StoreError with `unknown` set where the step is there but may not survive a crash."""
         self.store.write_file(f"{attempt.tmp}/{layout.MANIFEST}", manifest.to_json().encode())
         self.store.sync_path(f"{attempt.tmp}/{layout.MANIFEST}")
         self.store.sync_path(attempt.tmp)
         final = layout.step_name(attempt.step)
-        if not self.store.rename(attempt.tmp, final):
-            self._make_room(attempt, final, overwrite)
-        self.store.sync_path("")
+        try:
+            if not self.store.rename(attempt.tmp, final):
+                self._make_room(attempt, final, overwrite)
+        except StoreError:
+            if not self._is_in_place(attempt):
+                raise
+            logger.warning("step %d is in place, although storage reported a failure", attempt.step)
+        try:
+            self.store.sync_path("")
+            self._end(attempt)
+        except StoreError as exc:
+            raise StoreError(
+                f"step {attempt.step} is in place, but may not survive a crash of the machine: "
+                f"{exc}",
+                unknown=True,
+            ) from exc
+
+    def _is_in_place(self, attempt: Attempt) -> bool:
+        """Whether the step that is there is the one this attempt made."""
+        there = self.entry(attempt.step)
+        return (
+            there is not None
+            and there.manifest is not None
+            and (there.manifest.attempt == attempt.id)
+        )
+
+    def _end(self, attempt: Attempt) -> None:
         self.store.remove_file(layout.intent_name(attempt.id))
+        _LIVE.discard(attempt.id)
 
     def _make_room(self, attempt: Attempt, final: str, overwrite: bool) -> None:
         """Something lies where the step should: a step to replace, or a damaged directory."""
         there = self.entry(attempt.step)
+        if there is not None and there.unreadable is not None:
+            raise there.unreadable
         if there is not None and there.problem is None:
             if not overwrite:
                 raise StepExists(attempt.step, self.store.path(final))
@@ -189,26 +241,32 @@ class Catalog:
             raise StepExists(attempt.step, self.store.path(final))
 
     def _replace(self, attempt: Attempt, final: str) -> None:
-        if self.store.exchange(attempt.tmp, final):
-            self.store.sync_path("")
-            self._discard(attempt.tmp, attempt.step, attempt.id)
-            return
-        self._write_intent(attempt, replaces=True)
-        self.store.sync_path(layout.intent_name(attempt.id))
-        self.store.sync_path(layout.intents_dir())
         old = layout.trash_name(attempt.step, attempt.id)
         self.store.make_dir(layout.trash_dir())
-        self.store.rename(final, old)
+        if self.store.exchange(attempt.tmp, final):
+            self.store.sync_path("")
+            self.store.rename(attempt.tmp, old)
+        else:
+            try:
+                self.store.rename(final, old)
+                self.store.rename(attempt.tmp, final)
+            except BaseException:
+                if not self.store.exists(final) and self.store.exists(old):
+                    self.store.rename(old, final)
+                raise
+            self.store.sync_path("")
+        self._remove_later_if_not_now(old)
+
+    def _remove_later_if_not_now(self, trash: str) -> None:
+        """Nobody sees it any more; bytes that stay go at a next start."""
         try:
-            self.store.rename(attempt.tmp, final)
-        except BaseException:
-            self.store.rename(old, final)
-            raise
-        self.store.sync_path("")
-        self.store.remove_tree(old)
+            self.store.remove_tree(trash)
+        except StoreError as exc:
+            logger.warning("leftovers remain: %s", exc)
 
     def abandon(self, attempt: Attempt) -> None:
         """Removes what a failed attempt left; what cannot be removed now goes at a next start."""
+        _LIVE.discard(attempt.id)
         try:
             if self.store.exists(attempt.tmp):
                 self.store.remove_tree(attempt.tmp)
@@ -221,7 +279,7 @@ class Catalog:
     def forget(self, step: int) -> bool:
         """Deletes a step; False where it was gone already."""
         name = layout.step_name(step)
-        if not self.store.exists(name):
+        if not self.store.is_own_dir(name):
             return False
         try:
             self._discard(name, step, self._new_attempt())
@@ -243,24 +301,59 @@ class Catalog:
     def recover(self) -> None:
         """Finishes or undoes replacements that a crash cut in two. Quick; call before reading."""
         for unique, owner in self._intents():
-            if not owner.get("replaces") or not _is_dead(owner):
-                continue
-            final, tmp = layout.step_name(owner["step"]), owner["tmp"]
-            old = layout.trash_name(owner["step"], unique)
-            if not self.store.exists(final):
-                whole = self.store.exists(f"{tmp}/{layout.MANIFEST}")
-                self.store.rename(tmp if whole else old, final)
-                self.store.sync_path("")
+            if owner.get("replaces") and (_is_dead(unique, owner) or self._is_stale(unique, owner)):
+                self._finish_replacement(unique, owner)
 
-    def sweep(self) -> None:
-        """Removes what is provably nobody's: trash, and attempts whose process is gone."""
-        for name in self.store.names(layout.trash_dir()):
-            self.store.remove_tree(f"{layout.trash_dir()}/{name}")
+    def _finish_replacement(self, unique: str, owner: dict[str, Any]) -> None:
+        final, tmp = layout.step_name(owner["step"]), owner["tmp"]
+        old = layout.trash_name(owner["step"], unique)
+        if self.store.exists(final) or not self.store.exists(old):
+            return
+        whole = self.store.exists(f"{tmp}/{layout.MANIFEST}")
+        self.store.rename(tmp if whole else old, final)
+        self.store.sync_path("")
+
+    def leftovers(self) -> Leftovers:
+        """What lies there now and may be nobody's; only lists names."""
+        return Leftovers(
+            tuple(self.store.names(layout.intents_dir())),
+            tuple(self.store.names(layout.trash_dir())),
+        )
+
+    def sweep(self, found: Leftovers) -> None:
+        """Removes what of `found` is provably nobody's: attempts whose process is gone, and trash.
+
+        Each leftover on its own: one that cannot be removed does not keep the others.
+        """
+        owned = set()
+        known = set()
         for unique, owner in self._intents():
-            if _is_dead(owner) or self._is_stale(owner):
+            known.add(f"{unique}.json")
+            if f"{unique}.json" not in found.intents:
+                continue
+            if _is_dead(unique, owner) or self._is_stale(unique, owner):
                 self.abandon(Attempt(owner["step"], unique, owner["tmp"]))
+            else:
+                owned.add(os.path.basename(layout.trash_name(owner["step"], unique)))
+        for name in found.trash:
+            if name not in owned:
+                self._remove_later_if_not_now(f"{layout.trash_dir()}/{name}")
+        self._sweep_unreadable([name for name in found.intents if name not in known])
 
-    def _intents(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _sweep_unreadable(self, intents: list[str]) -> None:
+        """Intents that nobody can read, and what they own, once both are old."""
+        for name in intents:
+            path = f"{layout.intents_dir()}/{name}"
+            unique = layout.parse_intent(name)
+            found = [(tmp, layout.parse_tmp(tmp)) for tmp in self.store.names()]
+            own = [tmp for tmp, parsed in found if parsed and parsed[1] == unique]
+            newest = max(self.store.modified(place) for place in (path, *own))
+            if self._clock.time() - newest > FOREIGN_LEASE_SECONDS:
+                for place in (*own, path):
+                    self._remove_later_if_not_now(place)
+
+    def _intents(self) -> list[tuple[str, dict[str, Any]]]:
+        found = []
         for name in self.store.names(layout.intents_dir()):
             unique = layout.parse_intent(name)
             text = unique and self._read_or_none(layout.intent_name(unique))
@@ -268,24 +361,25 @@ class Catalog:
                 continue
             try:
                 owner = json.loads(text)
-                found = layout.parse_tmp(owner["tmp"])
+                tmp = layout.parse_tmp(owner["tmp"])
             except (ValueError, KeyError, TypeError):
                 continue
-            if found == (owner.get("step"), unique):
-                yield unique, owner
+            if tmp == (owner.get("step"), unique):
+                found.append((unique, owner))
+        return found
 
-    def _is_stale(self, owner: dict[str, Any]) -> bool:
-        """Of another host, and nothing below its directory changed for a long time."""
-        if owner.get("host") == _me()["host"] and owner.get("pid_ns") == _me()["pid_ns"]:
+    def _is_stale(self, unique: str, owner: dict[str, Any]) -> bool:
+        """Of another host, and neither it nor anything of its directory changed for long."""
+        me = _me()
+        if owner.get("host") == me["host"] and owner.get("pid_ns") == me["pid_ns"]:
             return False
-        newest = 0.0
-        for base, _, files in os.walk(self.store.path(owner["tmp"])):
-            for path in (base, *(os.path.join(base, file) for file in files)):
-                try:
-                    newest = max(newest, os.stat(path).st_mtime)
-                except FileNotFoundError:
-                    continue
+        places = (layout.intent_name(unique), owner["tmp"])
+        newest = max(self.store.modified(place) for place in places)
         return self._clock.time() - newest > FOREIGN_LEASE_SECONDS
+
+
+_LIVE: set[str] = set()
+"""Attempts under way in this process."""
 
 
 def _me() -> dict[str, Any]:
@@ -300,8 +394,8 @@ def _me() -> dict[str, Any]:
     }
 
 
-def _is_dead(owner: dict[str, Any]) -> bool:
-    """Whether the owner ran on this very system and does so no more."""
+def _is_dead(unique: str, owner: dict[str, Any]) -> bool:
+    """Whether the owner ran on this very system and does so no more, or gave the attempt up."""
     me = _me()
     if owner.get("host") != me["host"]:
         return False
@@ -309,13 +403,19 @@ def _is_dead(owner: dict[str, Any]) -> bool:
         return True
     if owner.get("pid_ns") != me["pid_ns"]:
         return False
+    if (owner.get("pid"), owner.get("started")) == (me["pid"], me["started"]):
+        return unique not in _LIVE
     return _start_time(owner.get("pid", 0)) != owner.get("started")
 
 
 def _start_time(pid: int) -> str:
-    """Clock ticks since boot when a process started: with its number, unique until reboot."""
+    """Clock ticks since boot when a process started: with its number, unique until reboot.
+
+    "" for a process that is no more; a zombie is none.
+    """
     text = _read_text(f"/proc/{pid}/stat")
-    return text.rpartition(")")[2].split()[19] if text else ""
+    fields = text.rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
 def _read_text(path: str) -> str:

@@ -35,6 +35,7 @@ from ckptmgr.engine.coord import Coordinator
 from ckptmgr.engine.snapshot import Staged
 from ckptmgr.engine.steps import info_of
 from ckptmgr.engine.worker import SaveHandle
+from ckptmgr.errors import StoreError
 from ckptmgr.events import Emitter
 from ckptmgr.options import Options
 
@@ -86,11 +87,13 @@ class Tools:
 
 @dataclass(slots=True)
 class _Written:
-    """Metadata files of the step under way: path below the step -> [bytes, digest]."""
+    """Files of the step under way, by path below the step: metadata -> (bytes, digest), data ->
+    bytes."""
 
     attempt: Attempt
     tools: Tools
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    data: dict[str, int] = field(default_factory=dict)
     dirs: set[str] = field(default_factory=set)
 
     def put(self, path: str, text: str | bytes) -> None:
@@ -115,16 +118,16 @@ def finish_save(
     """
     with tools.emitter.span("save", job.step, job.nbytes):
         with tools.emitter.span("open", job.step):
-            attempt = tools.catalog.begin(job.step)
+            attempt = tools.catalog.begin(job.step, job.overwrite)
         try:
-            document = _write_step(job, tools, attempt, handle.mark_staged)
+            document = _write_step(job, tools, attempt, handle._mark_staged)
             with tools.emitter.span("publish", job.step):
                 tools.catalog.publish(attempt, document, job.overwrite)
         except BaseException:
             tools.catalog.abandon(attempt)
             raise
     info = info_of(document)
-    handle.mark_durable(info)
+    handle._mark_durable(info)
     if before is not None:
         before.join()
     _after_commit(job, tools, info)
@@ -148,7 +151,7 @@ def _write_step(
                 _write_state(item, written, tools.coordinator.rank)
         _write_step_metadata(job, written, tools)
     with tools.emitter.span("sync", job.step):
-        tools.catalog.store.sync_tree(attempt.tmp)
+        _check_complete(tools.catalog.store.sync_tree(attempt.tmp), written)
     return Manifest(
         step=job.step,
         kind=job.kind,
@@ -163,6 +166,15 @@ def _write_step(
     )
 
 
+def _check_complete(sizes: Mapping[str, int], written: _Written) -> None:
+    """What is about to be published must be there: somebody may have removed it meanwhile."""
+    expected = {path: size for path, (size, _) in written.files.items()} | written.data
+    for path, size in expected.items():
+        if sizes.get(path) != size:
+            found = f"has {sizes[path]} bytes" if path in sizes else "is missing"
+            raise StoreError(f"{written.attempt.tmp}/{path} {found}, {size} bytes were written")
+
+
 def _write_arrays(item: TreeItem, tools: Tools, attempt: Attempt) -> tuple[manifest.Chunk, ...]:
     """This process's arrays into its own database, then all databases into one."""
     store, rank = tools.catalog.store, tools.coordinator.rank
@@ -173,7 +185,12 @@ def _write_arrays(item: TreeItem, tools: Tools, attempt: Attempt) -> tuple[manif
     mine = f"{where}/{layout.container(rank)}"
     store.make_dir(mine)
     chunks = arrays.write(
-        item.plan, item.staged, store.path(mine), rank, before_wave=lambda: _touch(tools, mine)
+        item.plan,
+        item.staged,
+        store.path(mine),
+        rank,
+        sync=store.durable,
+        before_wave=lambda: _touch(tools, mine),
     )
     names = [layout.container(process) for process in range(tools.coordinator.world)]
     arrays.merge(store.arrays(where), names)
@@ -192,6 +209,7 @@ def _write_tree_metadata(
     sizes = tools.catalog.store.sizes(f"{written.attempt.tmp}/{name}")
     mine = layout.container(rank) + "/"
     receipt = Receipt(rank, chunks, {f: n for f, n in sizes.items() if f.startswith(mine)})
+    written.data |= {f"{name}/{file}": size for file, size in receipt.files.items()}
     for path in sizes:
         if not path.startswith(layout.containers_prefix()):
             full = f"{name}/{path}"
@@ -221,9 +239,13 @@ def _write_step_metadata(job: SaveJob, written: _Written, tools: Tools) -> None:
         item.name: "tree" if isinstance(item, TreeItem) and item.plan.tree.leaves else "state"
         for item in job.items
     }
-    metrics = values.decode(job.metrics) if job.metrics else None
+    metrics = {
+        name: value
+        for name, value in (values.decode(job.metrics) or {}).items()
+        if isinstance(name, str) and isinstance(value, (bool, int, float, str))
+    }  # what Orbax's JSON can hold; all of them are in the manifest
     if metrics:
-        written.put(layout.metrics_file(), json.dumps(metrics, default=str))
+        written.put(layout.metrics_file(), json.dumps(metrics))
     now = tools.emitter.clock.time()
     text = orbax_format.checkpoint_metadata(kinds, metrics, job.created, now)
     written.put(layout.CHECKPOINT_METADATA, text)
@@ -239,7 +261,7 @@ def _after_commit(job: SaveJob, tools: Tools, info: StepInfo) -> None:
     if tools.options.on_committed is not None:
         try:
             tools.options.on_committed(info)
-        except Exception:
+        except BaseException:
             logger.exception("step %d is saved, but on_committed raised", job.step)
 
 

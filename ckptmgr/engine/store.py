@@ -59,6 +59,12 @@ def local_path(directory: Any) -> str:
         raise InvalidOption(f"{path!r} is not a local path; object stores are not supported yet")
     if not path or "\0" in path:
         raise InvalidOption(f"{path!r} is not a path")
+    if "\\" in path:  # TensorStore takes it for a separator and would write elsewhere
+        raise InvalidOption(f"{path!r} holds a backslash, which the storage library cannot keep")
+    try:
+        path.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidOption(f"{path!r} is not Unicode text") from exc
     return os.path.abspath(os.path.expanduser(path))
 
 
@@ -106,6 +112,23 @@ class Store:
     def is_dir(self, name: str) -> bool:
         return os.path.isdir(self.path(name))
 
+    def is_own_dir(self, name: str) -> bool:
+        """Whether it is a directory and not a link to one."""
+        return self.is_dir(name) and not os.path.islink(self.path(name))
+
+    def modified(self, name: str) -> float:
+        """When a file or directory, or anything below it, last changed; 0.0 if it is not there."""
+        newest = 0.0
+        top = self.path(name)
+        below = (os.path.join(base, file) for base, _, files in os.walk(top) for file in files)
+        bases = (base for base, _, _ in os.walk(top))
+        for path in (top, *bases, *below):
+            try:
+                newest = max(newest, os.stat(path).st_mtime)
+            except FileNotFoundError:
+                continue
+        return newest
+
     def exists(self, name: str) -> bool:
         return os.path.lexists(self.path(name))
 
@@ -113,7 +136,11 @@ class Store:
         """Renames; False, changing nothing, if `new` exists and is not an empty directory."""
         try:
             with _told("cannot rename to", self.path(new)):
-                os.rename(self.path(old), self.path(new))
+                try:
+                    os.rename(self.path(old), self.path(new))
+                except PermissionError:  # a directory that was made read-only is ours to move
+                    _make_writable(self.path(old))
+                    os.rename(self.path(old), self.path(new))
         except StoreError as exc:
             if exc.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 return False
@@ -137,14 +164,17 @@ class Store:
                 raise
 
     def remove_tree(self, name: str) -> None:
-        """Removes a directory and what is in it; what others remove meanwhile is fine."""
+        """Removes a directory and what is in it, or a file or link; what others remove is fine."""
         top = self.path(name)
+        if not self.is_own_dir(name):
+            self.remove_file(name)
+            return
         with _told("cannot remove", top):
             try:
                 shutil.rmtree(top, **_RMTREE)
             except PermissionError:  # directories that were made read-only are ours to delete
                 for base, _, _ in os.walk(top):
-                    os.chmod(base, os.stat(base).st_mode | stat.S_IRWXU)
+                    _make_writable(base)
                 shutil.rmtree(top, **_RMTREE)
 
     def arrays(self, name: str) -> str:
@@ -190,6 +220,10 @@ class Store:
             raise StoreError(f"{self.root} {state}")
         if create and not os.access(self.root, os.W_OK | os.X_OK):
             raise StoreError(f"cannot write in {self.root} (check the permissions)")
+
+
+def _make_writable(directory: str) -> None:
+    os.chmod(directory, os.stat(directory).st_mode | stat.S_IRWXU)
 
 
 def _forgive_missing(function: Any, path: str, error: Any) -> None:

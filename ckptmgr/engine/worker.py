@@ -12,16 +12,18 @@ interpreter takes its modules apart, `os._exit` is called.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import queue
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable
 
 from ckptmgr.core.info import StepInfo
-from ckptmgr.errors import SaveFailed
+from ckptmgr.errors import ManagerClosed, SaveFailed
+
+logger = logging.getLogger("ckptmgr")
 
 _TELL_EVERY_SECONDS = 10.0
 
@@ -46,6 +48,8 @@ class SaveHandle:
         self._error: SaveFailed | None = None
         self._told = False
         self.thread: threading.Thread | None = None
+        self.warn_only = False  # a failure that nobody asked for is no reason to fail the process
+        self._pid = os.getpid()
         if not accepted:
             self._staged.set()
             self._settled.set()
@@ -88,6 +92,10 @@ class SaveHandle:
     def _wait(self, event: threading.Event, timeout: float | None, what: str) -> None:
         if not event.is_set() and threading.current_thread() is self.thread:
             raise RuntimeError(f"step {self.step}: a hook cannot wait for the save that calls it")
+        if os.getpid() != self._pid and not event.is_set():
+            raise ManagerClosed(
+                f"the save of step {self.step} belongs to process {self._pid}, not to this fork"
+            )
         if not event.wait(timeout):
             raise TimeoutError(f"the save of step {self.step} {what} after {timeout} s")
 
@@ -106,14 +114,19 @@ class SaveHandle:
         self._told = self._told or error is not None
         return error
 
-    def mark_staged(self) -> None:
+    def _is_over(self) -> bool:
+        """Whether nothing of it is left: thread ended, failure told."""
+        alive = self.thread is not None and self.thread.is_alive()
+        return self.done and not alive and self.failure() is None
+
+    def _mark_staged(self) -> None:
         self._staged.set()
 
-    def mark_durable(self, info: StepInfo) -> None:
+    def _mark_durable(self, info: StepInfo) -> None:
         self._info = info
         self._settled.set()
 
-    def finish(self, error: SaveFailed | None) -> None:
+    def _finish(self, error: SaveFailed | None) -> None:
         if error is not None:
             self._error = error
         self._staged.set()
@@ -142,6 +155,10 @@ class SaveThread:
         """Runs `work`, which marks the handle on its way; its outcome settles the handle."""
         self._work.put(work)
 
+    def join(self) -> None:
+        """Waits until the thread has ended."""
+        self._thread.join()
+
     def cancel(self) -> None:
         """There will be no work: the call that made this thread failed and says so itself."""
         self._work.put(None)
@@ -149,18 +166,15 @@ class SaveThread:
 
     def _run(self) -> None:
         work = self._work.get()
-        if work is None:
-            self._handle.finish(None)
-            return
+        error: SaveFailed | None = None
         try:
-            work()
+            if work is not None:
+                work()
         except BaseException as exc:
             error = SaveFailed(self._handle.step, exc)
             error.__cause__ = exc
-            self._handle.finish(error)
-        else:
-            self._handle.finish(None)
-            _registry.discard(self._handle)
+        work = None  # drops the arrays before anyone is told that the save has ended
+        self._handle._finish(error)
 
 
 class _Registry:
@@ -169,10 +183,11 @@ class _Registry:
     def __init__(self) -> None:
         self._handles: dict[SaveHandle, float] = {}
         self._lock = threading.Lock()
+        self.exiting = False
 
     def add(self, handle: SaveHandle, deadline_seconds: float) -> None:
         with self._lock:
-            for old in [h for h in self._handles if h.done and h.failure() is None]:
+            for old in [h for h in self._handles if h._is_over()]:
                 del self._handles[old]
             self._handles[handle] = deadline_seconds
         # the last handler registered runs first: before what JAX tears down
@@ -191,6 +206,11 @@ class _Registry:
 _registry = _Registry()
 
 
+def exiting() -> bool:
+    """Whether exit handlers run: nobody will wait any more for a save that starts now."""
+    return _registry.exiting
+
+
 def _in_forked_child() -> None:
     """The child saves, closes and flushes nothing of its parent."""
     global _registry
@@ -202,6 +222,7 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def _at_exit() -> None:
+    _registry.exiting = True
     lost = []
     for handle, deadline_seconds in _registry.items():
         until = time.monotonic() + deadline_seconds
@@ -211,17 +232,24 @@ def _at_exit() -> None:
                 print(f"ckptmgr: waiting for the save of step {handle.step}", file=sys.stderr)
         if not handle.done:
             lost.append(f"step {handle.step} was not saved within {deadline_seconds:g} s at exit")
-        elif (error := handle.take_failure()) is not None:
-            lost.append(str(error))
+            continue
+        if handle.thread is not None:
+            # a thread that still drops arrays when the interpreter goes would abort the process
+            handle.thread.join(max(0.0, until - time.monotonic()))
+        if (error := handle.take_failure()) is not None:
+            if handle.warn_only:
+                logger.warning("%s", error)
+            else:
+                lost.append(str(error))
     if lost:
-        sys.modules["ckptmgr._last_word"] = _LastWord("; ".join(lost))
+        # the module `sys` is taken apart last, after the user's own objects
+        sys._ckptmgr_last_word = _LastWord("; ".join(lost))  # type: ignore[attr-defined]
 
 
-class _LastWord(types.ModuleType):
+class _LastWord:
     """Ends the process when the interpreter drops its modules, after all other exit handlers."""
 
     def __init__(self, text: str) -> None:
-        super().__init__("ckptmgr._last_word")
         self._line = f"\nckptmgr: CHECKPOINT LOST: {text}\n".encode(errors="replace")
 
     def __del__(

@@ -134,7 +134,7 @@ ODD_KEYS = st.text("ab./0 \n\0é", max_size=5) | st.sampled_from(
 )
 
 
-@given(st.lists(st.lists(ODD_KEYS, max_size=3).map(tuple), unique=True, max_size=8))
+@given(st.lists(st.lists(ODD_KEYS, max_size=3).map(tuple), unique=True, min_size=2, max_size=8))
 @example([("a.b",), ("a", "b"), ("a", "", "b"), ("ckptmgr/leaves/0",)])
 @example([("ckptmgr/leaves/1",), ("",), ()])
 def test_different_paths_never_get_the_same_array_name(paths):

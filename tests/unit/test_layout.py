@@ -115,3 +115,12 @@ def test_a_name_that_cannot_be_a_key_lies_aside(path):
 def test_a_leaf_named_like_a_place_aside_does_not_take_it():
     names = layout.array_names([("ckptmgr/leaves/1",), ("",)])
     assert names == ("ckptmgr/leaves/0", "ckptmgr/leaves/1")
+
+
+def test_a_tree_that_is_one_leaf_lies_at_the_root_of_the_database():
+    (name,) = layout.array_names([()])
+    assert name == layout.ROOT_ARRAY
+    assert (layout.array_prefix(name), layout.orbax_name(name)) == ("", "")
+    assert not layout.is_aside(name)
+    assert layout.array_names([("/",)]) != (name,)
+    assert (layout.array_prefix("a.b"), layout.orbax_name("a.b")) == ("a.b/", "a.b")
