@@ -179,6 +179,13 @@ def array_prefix(name: str) -> str:
     return "" if name == ROOT_ARRAY else name + "/"
 
 
+def chunk_key(driver: str, name: str, index: Sequence[int]) -> str:
+    """The key of one chunk in the item's database, as the zarr and zarr3 drivers spell it."""
+    if driver == "zarr":
+        return array_prefix(name) + (".".join(map(str, index)) or "0")
+    return array_prefix(name) + "/".join(["c", *map(str, index)])
+
+
 def orbax_name(name: str) -> str:
     """How Orbax calls the array in its files."""
     return "" if name == ROOT_ARRAY else name

@@ -217,8 +217,10 @@ def _units_of_leaf(
     want: Wanted, leaf: StoredLeaf, whole_chunks: bool, unit_elements: int
 ) -> list[Unit]:
     needed = [(i, box) for i, box in enumerate(want.boxes) if box.size]
-    if not leaf.stored_shape:
-        return [Unit(want.leaf, box, (i,), ((),) if whole_chunks else ()) for i, box in needed]
+    if needed and whole_chunks and leaf.chunk == leaf.stored_shape:  # one chunk, as small leaves
+        index = (0,) * len(leaf.chunk)
+        every = tuple(i for i, _ in needed)
+        return [Unit(want.leaf, boxes.whole(leaf.stored_shape), every, (index,))]
     cell = leaf.chunk if whole_chunks else _grown(leaf.chunk, leaf.stored_shape, unit_elements)
     targets: dict[Box, list[int]] = {}
     for i, box in needed:

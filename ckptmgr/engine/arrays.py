@@ -1,4 +1,4 @@
-"""Arrays in and out of zarr through TensorStore.
+"""Arrays into zarr through TensorStore, and the specs that reading shares.
 
 Both directions open strictly: chunks of zeros are stored, and a chunk that is not there is an
 error, never zeros.
@@ -18,18 +18,18 @@ import numpy as np
 import tensorstore as ts
 
 from ckptmgr.core import boxes, layout, manifest
-from ckptmgr.core.boxes import Box, Shape
+from ckptmgr.core.boxes import Box
 from ckptmgr.core.manifest import Chunk, StoredLeaf, StoredTree
-from ckptmgr.core.plan import Part, SavePlan, Unit
+from ckptmgr.core.plan import Part, SavePlan
 from ckptmgr.engine import leaves as leaf_values
 from ckptmgr.engine.snapshot import Staged
-from ckptmgr.errors import CorruptCheckpoint, Problem
+from ckptmgr.errors import StoreError
 
-WAVE_BYTES = 128 * 2**20
-"""Array bytes per OCDBT transaction; one is committed while the next is filled."""
+WAVE_BYTES = 64 * 2**20
+"""Array bytes per OCDBT transaction."""
 
-READ_AHEAD_BYTES = 128 * 2**20
-"""Bytes asked for and not yet checked during a restore."""
+WAVES_COMMITTING = 2
+"""Transactions that are on their way to disk while the next is filled."""
 
 _OCDBT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
 _DATA_FILE_BYTES = 2**31
@@ -213,21 +213,21 @@ def write(
     ctx = context(sync)
     kvstore = database(path)
     digester = _Digester(plan.tree.leaves)
-    committing: _Committing | None = None
+    committing: collections.deque[_Committing] = collections.deque()
     try:
         for jobs in _waves(plan, process):
             before_wave()
             transaction = ts.Transaction()
             try:
                 _fill(transaction, jobs, plan, staged, kvstore, ctx, digester)
-                if committing:
-                    _settle(committing, staged, digester)
+                if len(committing) >= WAVES_COMMITTING:
+                    _settle(committing.popleft(), staged, digester)
             except BaseException:
                 transaction.abort()
                 raise
-            committing = _Committing(transaction.commit_async(), jobs, digester.given)
-        if committing:
-            _settle(committing, staged, digester)
+            committing.append(_Committing(transaction.commit_async(), jobs, digester.given))
+        while committing:
+            _settle(committing.popleft(), staged, digester)
         return digester.finish()
     finally:
         digester.end()
@@ -293,8 +293,11 @@ def _pieces(
     )
 
 
-def merge(item_path: str, containers: Iterable[str]) -> None:
-    """Merges the processes' databases into the item's own; copies tree nodes, not data."""
+def merge(item_path: str, containers: Iterable[str], keys: int) -> None:
+    """Merges the processes' databases into the item's own; copies tree nodes, not data.
+
+    Raises StoreError unless the result has exactly `keys` keys: one per array and per chunk.
+    """
     ctx = context()
     parent = ts.KvStore.open(database(item_path), context=ctx).result()
     transaction = ts.Transaction(atomic=True)
@@ -307,146 +310,6 @@ def merge(item_path: str, containers: Iterable[str]) -> None:
         transaction.abort()
         raise
     transaction.commit_async().result()
-
-
-Digests = Mapping[tuple[int, Shape], str]
-
-
-class Reader:
-    """Reads units of one item into arrays that the caller gives."""
-
-    def __init__(
-        self, step: int | None, tree: StoredTree, item_path: str, digests: Digests
-    ) -> None:
-        self._step = step
-        self._tree = tree
-        self._path = item_path
-        self._digests = digests
-        self._context = context()
-
-    def _kvstore(self) -> dict[str, Any]:
-        if self._tree.ocdbt:
-            spec = database(self._path)
-            del spec["config"]  # the writer's holds; Orbax has used several
-            return spec
-        return {"driver": "file", "path": self._path.rstrip("/") + "/"}
-
-    def _open(self, leaf: StoredLeaf) -> ts.Future[ts.TensorStore]:
-        kvstore = self._kvstore()
-        spec: dict[str, Any] = {
-            "driver": self._tree.driver,
-            "kvstore": {
-                **kvstore,
-                "path": kvstore.get("path", "") + layout.array_prefix(leaf.name),
-            },
-            "fill_missing_data_reads": self._tree.sparse,
-        }
-        return ts.open(spec, context=self._context, open=True, read=True)
-
-    def metadata(self, names: Sequence[str]) -> list[tuple[Shape, str, Shape] | str]:
-        """(shape, dtype, chunk shape) of arrays by name, or the error text of one."""
-        opening = [self._open(StoredLeaf((), "array", name=name)) for name in names]
-        found: list[tuple[Shape, str, Shape] | str] = []
-        for future in opening:
-            try:
-                array = future.result()
-            except ValueError as exc:
-                found.append(str(exc))
-                continue
-            chunk: Any = array.chunk_layout.read_chunk.shape or array.shape
-            found.append((tuple(array.shape), array.dtype.name, tuple(map(int, chunk))))
-        return found
-
-    def read(
-        self,
-        units: Sequence[Unit],
-        wanted: Mapping[int, Sequence[Box]],
-        into: Mapping[int, Sequence[np.ndarray]],
-    ) -> None:
-        """Fills `into[leaf][i]`, the arrays for `wanted[leaf][i]`, from `units`.
-
-        Raises CorruptCheckpoint for whatever cannot be read or has another digest.
-        """
-        opening = {unit.leaf: self._open(self._tree.leaves[unit.leaf]) for unit in units}
-        pending: collections.deque[tuple[Unit, np.ndarray, bool, Any]] = collections.deque()
-        ahead = 0
-        for unit in units:
-            leaf = self._tree.leaves[unit.leaf]
-            array = self._checked(unit.leaf, opening[unit.leaf])
-            values, direct = _place_for(unit, leaf, wanted[unit.leaf], into[unit.leaf])
-            source = array[unit.box.slices] if unit.box.start else array
-            future = _read_into(values, source)
-            pending.append((unit, values, direct, future))
-            ahead += values.nbytes
-            while ahead > READ_AHEAD_BYTES and len(pending) > 1:
-                ahead -= self._finish(*pending.popleft(), wanted, into)
-        while pending:
-            self._finish(*pending.popleft(), wanted, into)
-
-    def _checked(self, number: int, opening: ts.Future[ts.TensorStore]) -> ts.TensorStore:
-        leaf = self._tree.leaves[number]
-        try:
-            array = opening.result()
-        except ValueError as exc:
-            raise self._corrupt(leaf, f"its array cannot be opened ({exc})") from exc
-        if tuple(array.shape) != leaf.stored_shape or array.dtype.name != leaf.stored_dtype:
-            raise self._corrupt(
-                leaf,
-                f"the array has {array.dtype.name}{list(array.shape)}, the tree says "
-                f"{leaf.stored_dtype}{list(leaf.stored_shape)}",
-            )
-        return array
-
-    def _finish(
-        self,
-        unit: Unit,
-        values: np.ndarray,
-        direct: bool,
-        future: Any,
-        wanted: Mapping[int, Sequence[Box]],
-        into: Mapping[int, Sequence[np.ndarray]],
-    ) -> int:
-        leaf = self._tree.leaves[unit.leaf]
-        try:
-            future.result()
-        except ValueError as exc:
-            raise self._corrupt(leaf, f"box {unit.box} cannot be read ({exc})") from exc
-        for index in unit.chunks:
-            known = self._digests.get((unit.leaf, index))
-            if not known:
-                continue
-            if digest(values) != known:
-                raise self._corrupt(leaf, f"box {unit.box} has other bytes than were saved")
-        if not direct:
-            logical = values.view(leaf.dtype) if leaf.dtype else values
-            for i in unit.targets:
-                common = boxes.intersect(unit.box, wanted[unit.leaf][i])
-                if common is not None:
-                    piece = logical[common.within(unit.box)]
-                    into[unit.leaf][i][common.within(wanted[unit.leaf][i])] = piece
-        return values.nbytes
-
-    def _corrupt(self, leaf: StoredLeaf, message: str) -> CorruptCheckpoint:
-        item = self._path.rstrip("/").rsplit("/", 1)[-1]
-        place = item if self._tree.ocdbt else f"{item}/{leaf.name}"
-        return CorruptCheckpoint(self._step, [Problem(place, message, leaf.dotted)])
-
-
-def _place_for(
-    unit: Unit, leaf: StoredLeaf, wanted: Sequence[Box], into: Sequence[np.ndarray]
-) -> tuple[np.ndarray, bool]:
-    """Where a unit is read to: straight into its one target, else an array of its own."""
-    if len(unit.targets) == 1:
-        box, target = wanted[unit.targets[0]], into[unit.targets[0]]
-        same_type = target.dtype.name == (leaf.dtype or leaf.stored_dtype)
-        if same_type and boxes.contains(box, unit.box):
-            where: Any = (*unit.box.within(box), ...)  # the dots keep 0-d arrays arrays
-            return target[where].view(leaf.stored_dtype), True
-    return np.empty(unit.box.shape, leaf.stored_dtype), False
-
-
-def _read_into(values: np.ndarray, source: ts.TensorStore) -> Any:
-    target = ts.array(values)
-    if source.rank:
-        source = source[ts.d[:].translate_to[0]]
-    return target.write(source)
+    found = len(parent.list().result())
+    if found != keys:
+        raise StoreError(f"{item_path}: {keys} keys were written and {found} are there")

@@ -145,7 +145,8 @@ class Catalog:
         text = self._read_or_none(f"{name}/{layout.CHECKPOINT_METADATA}")
         try:
             items = json.loads(text)["item_handlers"] if text is not None else ()
-            return any(self.store.is_dir(f"{name}/{item}") for item in items)
+            own = (item for item in items if item != layout.METRICS_ITEM)
+            return any(self.store.is_dir(f"{name}/{item}") for item in own)
         except (ValueError, TypeError, KeyError):
             return False
 
@@ -174,7 +175,7 @@ class Catalog:
         self.store.make_dir(layout.intents_dir())
         owner = {"step": attempt.step, "tmp": attempt.tmp, "replaces": replaces, **_me()}
         name = layout.intent_name(attempt.id)
-        self.store.write_file(name, json.dumps(owner).encode())
+        self.store.put_file(name, json.dumps(owner).encode())
         if replaces:
             self.store.sync_path(name)
             self.store.sync_path(layout.intents_dir())

@@ -16,7 +16,7 @@ from ckptmgr.core import layout, orbax_format
 from ckptmgr.core.info import StepInfo
 from ckptmgr.core.manifest import FormatError, StoredLeaf, StoredTree
 from ckptmgr.core.orbax_format import ForeignLeaf
-from ckptmgr.engine import arrays
+from ckptmgr.engine.reader import Reader
 from ckptmgr.engine.steps import OpenItem, OpenStep
 from ckptmgr.engine.store import Store
 from ckptmgr.errors import CorruptCheckpoint, Problem
@@ -144,7 +144,7 @@ def _leaves(
         for name, leaf in zip(names, real, strict=True)
         if leaf.value_type != "string" and not leaf.aggregated
     ]
-    reader = arrays.Reader(step, tree, path, {})
+    reader = Reader(step, tree, path, {})
     found = dict(zip(with_array, reader.metadata(with_array), strict=True))
     table: list[dict[str, Any]] = []
     leaves = []

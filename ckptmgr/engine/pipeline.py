@@ -180,7 +180,7 @@ def _write_arrays(item: TreeItem, tools: Tools, attempt: Attempt) -> tuple[manif
     store, rank = tools.catalog.store, tools.coordinator.rank
     where = f"{attempt.tmp}/{item.name}"
     store.make_dir(where)
-    if not any(leaf.has_array for leaf in item.plan.tree.leaves):
+    if not item.plan.tree.has_arrays:
         return ()
     mine = f"{where}/{layout.container(rank)}"
     store.make_dir(mine)
@@ -193,7 +193,8 @@ def _write_arrays(item: TreeItem, tools: Tools, attempt: Attempt) -> tuple[manif
         before_wave=lambda: _touch(tools, mine),
     )
     names = [layout.container(process) for process in range(tools.coordinator.world)]
-    arrays.merge(store.arrays(where), names)
+    array_count = sum(leaf.has_array for leaf in item.plan.tree.leaves)
+    arrays.merge(store.arrays(where), names, array_count + len(chunks))
     return chunks
 
 
@@ -208,6 +209,8 @@ def _write_tree_metadata(
     name, tree, rank = item.name, item.plan.tree, tools.coordinator.rank
     sizes = tools.catalog.store.sizes(f"{written.attempt.tmp}/{name}")
     mine = layout.container(rank) + "/"
+    if tree.has_arrays and f"{mine}{layout.OCDBT_MANIFEST}" not in sizes:
+        raise StoreError(f"{written.attempt.tmp}/{name}/{mine} vanished while it was written")
     receipt = Receipt(rank, chunks, {f: n for f, n in sizes.items() if f.startswith(mine)})
     written.data |= {f"{name}/{file}": size for file, size in receipt.files.items()}
     for path in sizes:

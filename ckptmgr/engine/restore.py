@@ -20,7 +20,8 @@ from ckptmgr.core import manifest, plan, tree
 from ckptmgr.core.boxes import Box, whole
 from ckptmgr.core.manifest import StoredLeaf, StoredTree
 from ckptmgr.core.plan import RestorePlan, Wanted
-from ckptmgr.engine import arrays, shardings
+from ckptmgr.engine import shardings
+from ckptmgr.engine.reader import Reader
 from ckptmgr.engine.steps import OpenItem
 from ckptmgr.errors import CorruptCheckpoint, Problem, TreeMismatch
 from ckptmgr.options import Restore
@@ -322,7 +323,7 @@ def read(item: OpenItem, goals: Goals, options: Restore, verify: bool, step: int
     units: dict[int, list[plan.Unit]] = {}
     for unit in reads.units:
         units.setdefault(unit.leaf, []).append(unit)
-    reader = arrays.Reader(step, stored, item.path, item.digests if verify else {})
+    reader = Reader(step, stored, item.path, item.digests if verify else {})
     results: list[Any] = [None] * len(goals.goals)
     moving: list[Any] = []
     misfits: dict[str, str] = {}

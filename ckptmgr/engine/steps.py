@@ -15,7 +15,7 @@ from typing import Any
 from ckptmgr.core import layout, manifest, values
 from ckptmgr.core.info import StepInfo
 from ckptmgr.core.manifest import FormatError, Manifest, Receipt, StoredTree
-from ckptmgr.engine import arrays
+from ckptmgr.engine.reader import Digests
 from ckptmgr.engine.store import Store
 from ckptmgr.errors import CorruptCheckpoint, Problem, StoreError
 
@@ -37,7 +37,7 @@ class OpenItem:
     path: str
     tree: StoredTree | None
     state: Any = None
-    digests: arrays.Digests = field(default_factory=dict)
+    digests: Digests = field(default_factory=dict)
     unreadable: str = ""
 
 

@@ -25,6 +25,7 @@ from ckptmgr.errors import StoreError
 CHANGES = (
     "make_dir",
     "write_file",
+    "put_file",
     "rename",
     "exchange",
     "remove_file",
@@ -167,6 +168,9 @@ class FaultyStore(Store):
 
     def write_file(self, name: str, data: bytes) -> None:
         self._do("write_file", name, data)
+
+    def put_file(self, name: str, data: bytes) -> None:
+        self._do("put_file", name, data)
 
     def rename(self, old: str, new: str) -> bool:
         return bool(self._do("rename", old, new))

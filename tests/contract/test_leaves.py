@@ -409,10 +409,6 @@ def test_leaf_options_leave_out_cast_and_cut_by_name(tmp_path, mesh8):
     trees.assert_same_values(wide, w.astype(np.float32))
 
 
-def test_a_leaf_rule_with_an_unknown_dtype_is_refused(tmp_path):
-    rule = ckptmgr.LeafRule("*", cast="float99")
-    options = ckptmgr.Options(storage=ckptmgr.Storage(leaf_options=(rule,)))
-    with ckptmgr.CheckpointManager(tmp_path, options) as manager:
-        with pytest.raises(ckptmgr.InvalidOption, match="float99"):
-            manager.save(1, {"w": jnp.ones(2)})
-        assert manager.steps() == ()
+def test_a_leaf_rule_with_an_unknown_dtype_is_refused():
+    with pytest.raises(ckptmgr.InvalidOption, match="float99"):
+        ckptmgr.LeafRule("*", cast="float99")

@@ -1,0 +1,213 @@
+"""Arrays out of zarr: strict, verified, straight into the caller's memory.
+
+Where a unit is one whole chunk that lies in the database as plain bytes, which is what small
+leaves are, it is read by its key: its digest says more than opening the array would, and the
+opening is most of the time that a small leaf takes. Everything else goes through TensorStore's
+zarr driver.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from ckptmgr.core import boxes, layout, manifest
+from ckptmgr.core.boxes import Box, Shape
+from ckptmgr.core.manifest import StoredLeaf, StoredTree
+from ckptmgr.core.plan import Unit
+from ckptmgr.engine import arrays
+from ckptmgr.errors import CorruptCheckpoint, Problem
+
+READ_AHEAD_BYTES = 128 * 2**20
+"""Bytes asked for and not yet checked during a restore."""
+
+SMALL_BYTES = 2**20
+"""Up to this size a chunk is read by its key."""
+
+Digests = Mapping[tuple[int, Shape], str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A unit that was asked for.
+
+    Attributes:
+      unit: what was asked for.
+      values: where its elements go: a part of the target itself, or an array of their own.
+      direct: whether that is the target.
+      future: TensorStore's; of the chunk's bytes where `by_key`, else of the filled array.
+    """
+
+    unit: Unit
+    values: np.ndarray
+    direct: bool
+    future: Any
+    by_key: bool
+
+
+class Reader:
+    """Reads units of one item into arrays that the caller gives."""
+
+    def __init__(
+        self, step: int | None, tree: StoredTree, item_path: str, digests: Digests
+    ) -> None:
+        self._step = step
+        self._tree = tree
+        self._path = item_path
+        self._digests = digests
+        self._context = arrays.context()
+        self._database: ts.KvStore | None = None
+
+    def _kvstore(self) -> dict[str, Any]:
+        if self._tree.ocdbt:
+            spec = arrays.database(self._path)
+            del spec["config"]  # the writer's holds; Orbax has used several
+            return spec
+        return {"driver": "file", "path": self._path.rstrip("/") + "/"}
+
+    def _open(self, leaf: StoredLeaf) -> ts.Future[ts.TensorStore]:
+        kvstore = self._kvstore()
+        path = kvstore.get("path", "") + layout.array_prefix(leaf.name)
+        spec: dict[str, Any] = {
+            "driver": self._tree.driver,
+            "kvstore": {**kvstore, "path": path},
+            "fill_missing_data_reads": self._tree.sparse,
+        }
+        return ts.open(spec, context=self._context, open=True, read=True)
+
+    def metadata(self, names: Sequence[str]) -> list[tuple[Shape, str, Shape] | str]:
+        """(shape, dtype, chunk shape) of arrays by name, or the error text of one."""
+        opening = [self._open(StoredLeaf((), "array", name=name)) for name in names]
+        found: list[tuple[Shape, str, Shape] | str] = []
+        for future in opening:
+            try:
+                array = future.result()
+            except ValueError as exc:
+                found.append(str(exc))
+                continue
+            chunk: Any = array.chunk_layout.read_chunk.shape or array.shape
+            found.append((tuple(array.shape), array.dtype.name, tuple(map(int, chunk))))
+        return found
+
+    def read(
+        self,
+        units: Sequence[Unit],
+        wanted: Mapping[int, Sequence[Box]],
+        into: Mapping[int, Sequence[np.ndarray]],
+    ) -> None:
+        """Fills `into[leaf][i]`, the arrays for `wanted[leaf][i]`, from `units`.
+
+        Raises CorruptCheckpoint for whatever cannot be read or has another digest.
+        """
+        by_key = {id(unit) for unit in units if self._goes_by_key(unit)}
+        opening = {
+            unit.leaf: self._open(self._tree.leaves[unit.leaf])
+            for unit in units
+            if id(unit) not in by_key
+        }
+        pending: collections.deque[_Pending] = collections.deque()
+        ahead = 0
+        for unit in units:
+            leaf = self._tree.leaves[unit.leaf]
+            values, direct = _place_for(unit, leaf, wanted[unit.leaf], into[unit.leaf])
+            if id(unit) in by_key:
+                future: Any = self._ask_by_key(leaf, unit.chunks[0])
+            else:
+                array = self._checked(leaf, opening[unit.leaf])
+                future = _read_into(values, array[unit.box.slices] if unit.box.start else array)
+            pending.append(_Pending(unit, values, direct, future, id(unit) in by_key))
+            ahead += values.nbytes
+            while ahead > READ_AHEAD_BYTES and len(pending) > 1:
+                ahead -= self._finish(pending.popleft(), wanted, into)
+        while pending:
+            self._finish(pending.popleft(), wanted, into)
+
+    def _goes_by_key(self, unit: Unit) -> bool:
+        """A whole chunk with a digest, small, and stored as its plain bytes without padding."""
+        leaf = self._tree.leaves[unit.leaf]
+        return (
+            len(unit.chunks) == 1
+            and bool(self._digests.get((unit.leaf, unit.chunks[0])))
+            and self._tree.compression is None
+            and unit.box.shape == leaf.chunk
+            and unit.box.size * manifest.itemsize(leaf.stored_dtype) <= SMALL_BYTES
+        )
+
+    def _ask_by_key(self, leaf: StoredLeaf, index: Shape) -> ts.Future[Any]:
+        if self._database is None:
+            self._database = ts.KvStore.open(self._kvstore(), context=self._context).result()
+        return self._database.read(layout.chunk_key(self._tree.driver, leaf.name, index))
+
+    def _checked(self, leaf: StoredLeaf, opening: ts.Future[ts.TensorStore]) -> ts.TensorStore:
+        try:
+            array = opening.result()
+        except ValueError as exc:
+            raise self._corrupt(leaf, f"its array cannot be opened ({exc})") from exc
+        if tuple(array.shape) != leaf.stored_shape or array.dtype.name != leaf.stored_dtype:
+            raise self._corrupt(
+                leaf,
+                f"the array has {array.dtype.name}{list(array.shape)}, the tree says "
+                f"{leaf.stored_dtype}{list(leaf.stored_shape)}",
+            )
+        return array
+
+    def _finish(
+        self,
+        asked: _Pending,
+        wanted: Mapping[int, Sequence[Box]],
+        into: Mapping[int, Sequence[np.ndarray]],
+    ) -> int:
+        """Waits for a unit, verifies it and hands it on; returns its size in bytes."""
+        unit, values = asked.unit, asked.values
+        leaf = self._tree.leaves[unit.leaf]
+        try:
+            found = asked.future.result()
+        except ValueError as exc:
+            raise self._corrupt(leaf, f"box {unit.box} cannot be read ({exc})") from exc
+        if asked.by_key:
+            if found.state != "value" or len(found.value) != values.nbytes:
+                there = f"{len(found.value)} bytes" if found.state == "value" else "missing"
+                raise self._corrupt(leaf, f"the chunk of box {unit.box} is {there}")
+            values[...] = np.frombuffer(found.value, values.dtype).reshape(values.shape)
+        for index in unit.chunks:
+            known = self._digests.get((unit.leaf, index))
+            if known and arrays.digest(values) != known:
+                raise self._corrupt(leaf, f"box {unit.box} has other bytes than were saved")
+        if not asked.direct:
+            logical = values.view(leaf.dtype) if leaf.dtype else values
+            for i in unit.targets:
+                common = boxes.intersect(unit.box, wanted[unit.leaf][i])
+                if common is not None:
+                    piece = logical[common.within(unit.box)]
+                    into[unit.leaf][i][common.within(wanted[unit.leaf][i])] = piece
+        return values.nbytes
+
+    def _corrupt(self, leaf: StoredLeaf, message: str) -> CorruptCheckpoint:
+        item = self._path.rstrip("/").rsplit("/", 1)[-1]
+        place = item if self._tree.ocdbt else f"{item}/{leaf.name}"
+        return CorruptCheckpoint(self._step, [Problem(place, message, leaf.dotted)])
+
+
+def _place_for(
+    unit: Unit, leaf: StoredLeaf, wanted: Sequence[Box], into: Sequence[np.ndarray]
+) -> tuple[np.ndarray, bool]:
+    """Where a unit is read to: straight into its one target, else an array of its own."""
+    if len(unit.targets) == 1:
+        box, target = wanted[unit.targets[0]], into[unit.targets[0]]
+        same_type = target.dtype == np.dtype(leaf.dtype or leaf.stored_dtype)
+        if same_type and boxes.contains(box, unit.box):
+            where: Any = (*unit.box.within(box), ...)  # the dots keep 0-d arrays arrays
+            return target[where].view(leaf.stored_dtype), True
+    return np.empty(unit.box.shape, leaf.stored_dtype), False
+
+
+def _read_into(values: np.ndarray, source: ts.TensorStore) -> Any:
+    target = ts.array(values)
+    if source.rank:
+        source = source[ts.d[:].translate_to[0]]
+    return target.write(source)
