@@ -132,7 +132,11 @@ def _waves(plan: SavePlan, process: int) -> Iterator[list[_Job]]:
 
 
 class _Digester:
-    """Digests parts on a thread of its own while TensorStore writes them."""
+    """Digests parts on a thread of its own while TensorStore writes them.
+
+    Where no thread can be started any more, which is so while the interpreter exits, parts are
+    digested as they are given.
+    """
 
     def __init__(self, leaves: Sequence[StoredLeaf]) -> None:
         self._leaves = leaves
@@ -142,11 +146,18 @@ class _Digester:
         self._taken = self._given = 0
         self._progress = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="ckptmgr-digest", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+            self._alone = False
+        except RuntimeError:
+            self._alone = True
 
     def give(self, part: Part, values: np.ndarray) -> None:
         self._given += 1
-        self._queue.put((part, values))
+        if self._alone:
+            self._take(part, values)
+        else:
+            self._queue.put((part, values))
 
     @property
     def given(self) -> int:
@@ -167,24 +178,27 @@ class _Digester:
 
     def end(self) -> None:
         """Ends the thread."""
-        self._queue.put(None)
-        self._thread.join()
+        if not self._alone:
+            self._queue.put(None)
+            self._thread.join()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            part, values = item
-            try:
-                leaf = self._leaves[part.leaf]
-                for box in boxes.tiles(part.box, leaf.chunk):
-                    piece = values[box.within(part.box)]
-                    index = manifest.chunk_index(leaf, box)
-                    self._chunks.append(Chunk(part.leaf, index, piece.nbytes, digest(piece)))
-            except BaseException as exc:
-                self._error = exc
-            del item, values
-            with self._progress:
-                self._taken += 1
-                self._progress.notify_all()
+            self._take(*item)
+            del item
+
+    def _take(self, part: Part, values: np.ndarray) -> None:
+        try:
+            leaf = self._leaves[part.leaf]
+            for box in boxes.tiles(part.box, leaf.chunk):
+                piece = values[box.within(part.box)]
+                index = manifest.chunk_index(leaf, box)
+                self._chunks.append(Chunk(part.leaf, index, piece.nbytes, digest(piece)))
+        except BaseException as exc:
+            self._error = exc
+        with self._progress:
+            self._taken += 1
+            self._progress.notify_all()
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,32 +136,43 @@ class SaveHandle:
 
 class SaveThread:
     """The thread of one save. It is started before the copies are ordered, while the cores are
-    idle, and given its work after; without work it ends."""
+    idle, and given its work after; without work it ends.
+
+    While the interpreter exits no thread can be started (Python 3.12 and later): the work is then
+    done where it is given.
+    """
 
     def __init__(self, handle: SaveHandle, deadline_seconds: float) -> None:
         self._handle = handle
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         name = f"ckptmgr-save-{handle.step}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        handle.thread = self._thread
         _registry.add(handle, deadline_seconds)
         try:
             self._thread.start()
-        except BaseException:
-            _registry.discard(handle)
-            raise
+            handle.thread = self._thread
+        except RuntimeError:
+            if not _registry.exiting:
+                _registry.discard(handle)
+                raise
+            handle.thread = threading.current_thread()
 
     def give(self, work: Callable[[], None]) -> None:
         """Runs `work`, which marks the handle on its way; its outcome settles the handle."""
         self._work.put(work)
+        del work
+        if self._handle.thread is not self._thread:
+            self._run()
 
     def join(self) -> None:
         """Waits until the thread has ended."""
-        self._thread.join()
+        if self._handle.thread is self._thread:
+            self._thread.join()
 
     def cancel(self) -> None:
         """There will be no work: the call that made this thread failed and says so itself."""
         self._work.put(None)
+        self._handle._finish(None)
         _registry.discard(self._handle)
 
     def _run(self) -> None:
@@ -233,7 +244,7 @@ def _at_exit() -> None:
         if not handle.done:
             lost.append(f"step {handle.step} was not saved within {deadline_seconds:g} s at exit")
             continue
-        if handle.thread is not None:
+        if handle.thread is not None and handle.thread is not threading.current_thread():
             # a thread that still drops arrays when the interpreter goes would abort the process
             handle.thread.join(max(0.0, until - time.monotonic()))
         if (error := handle.take_failure()) is not None:
