@@ -138,8 +138,8 @@ class SaveThread:
     """The thread of one save. It is started before the copies are ordered, while the cores are
     idle, and given its work after; without work it ends.
 
-    While the interpreter exits no thread can be started (Python 3.12 and later): the work is then
-    done where it is given.
+    Where no thread can be started, as while the interpreter exits (Python 3.12 and later), the work
+    is done where it is given.
     """
 
     def __init__(self, handle: SaveHandle, deadline_seconds: float) -> None:
@@ -151,10 +151,8 @@ class SaveThread:
         try:
             self._thread.start()
             handle.thread = self._thread
-        except RuntimeError:
-            if not _registry.exiting:
-                _registry.discard(handle)
-                raise
+        except RuntimeError as exc:
+            logger.warning("step %d is saved before save() returns: %s", handle.step, exc)
             handle.thread = threading.current_thread()
 
     def give(self, work: Callable[[], None]) -> None:
