@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from ckptmgr import reading
-from ckptmgr.core import cadence, layout, values
-from ckptmgr.core.info import Items, Restored, Skipped, StepInfo, is_stateful
-from ckptmgr.core.plan import plan_save
-from ckptmgr.engine import coord, leaves, pipeline, shardings, snapshot, worker
+from ckptmgr.core import cadence, layout
+from ckptmgr.core.info import Restored, Skipped, StepInfo
+from ckptmgr.engine import coord, pipeline, worker
 from ckptmgr.engine.catalog import Catalog, Entry
 from ckptmgr.engine.foreign import foreign_info
+from ckptmgr.engine.prepare import Preparer
 from ckptmgr.engine.steps import info_of
 from ckptmgr.engine.store import Store, local_path
 from ckptmgr.engine.worker import SaveHandle
@@ -78,7 +78,7 @@ class CheckpointManager:
         self._emitter = Emitter([log_sink, *events], self._clock)
         self._coordinator = coordinator or coord.of_this_job()
         self._tools = pipeline.Tools(self._catalog, self._coordinator, self._emitter, self._options)
-        self._places = shardings.PlacesCache()
+        self._prepare = Preparer(self._options.storage, self._clock, self._coordinator.rank)
         self._lock = threading.RLock()
         self._in_flight: list[SaveHandle] = []
         self._closed = False
@@ -141,9 +141,7 @@ class CheckpointManager:
             if not (force or self.should_save(number)):
                 return SaveHandle(number, False, f"step {number} is not in the schedule")
             self._refuse_existing(number, overwrite)
-            created = self._clock.time()
-            planned = self._plan(number, state)
-            kept = _encoded("metrics", _checked_metrics(metrics)), _encoded("extra", extra)
+            request = self._prepare.survey(number, state, metrics, extra, overwrite)
             reason = self._make_room(number, overwrite)
             if reason:
                 return SaveHandle(number, False, reason)
@@ -152,7 +150,8 @@ class CheckpointManager:
             handle.warn_only = self._options.on_save_error == "warn"
             thread = worker.SaveThread(handle, self._options.coordination.deadline_seconds)
             try:
-                job = self._job(number, planned, mode, created, overwrite, *kept)
+                with self._emitter.span("order", number):
+                    job = self._prepare.order(request, mode)
             except BaseException:
                 thread.cancel()
                 raise
@@ -163,52 +162,6 @@ class CheckpointManager:
                 handle.result()
                 thread.join()
             return handle
-
-    def _plan(self, step: int, state: Any) -> list[tuple[str, leaves.Survey | Any]]:
-        """Every item surveyed (trees) or encoded (states), before anything is copied."""
-        named = state if isinstance(state, Items) else {layout.DEFAULT_ITEM: state}
-        if not named:
-            raise InvalidOption("Items() holds no item")
-        out: list[tuple[str, leaves.Survey | Any]] = []
-        for name, item in named.items():
-            if not layout.is_item_name(name):
-                raise InvalidOption(f"{name!r} cannot be the name of an item")
-            if is_stateful(item):
-                out.append((name, _encoded(f"the state of item {name!r}", item.get_state())))
-            else:
-                storage = self._options.storage
-                out.append((name, leaves.survey(item, storage, self._places, step)))
-        return out
-
-    def _job(
-        self,
-        step: int,
-        planned: list[tuple[str, leaves.Survey | Any]],
-        mode: str,
-        created: float,
-        overwrite: bool,
-        metrics: Any,
-        extra: Any,
-    ) -> pipeline.SaveJob:
-        """Orders the copies: from here on the values are those of the call."""
-        items: list[pipeline.TreeItem | pipeline.StateItem] = []
-        tables = []
-        nbytes = 0
-        with self._emitter.span("order", step):
-            for name, survey in planned:
-                if not isinstance(survey, leaves.Survey):
-                    items.append(pipeline.StateItem(name, survey))
-                    continue
-                plan = plan_save(survey.stored, survey.shards, self._coordinator.rank)
-                staged = snapshot.order(mode, step, plan, survey.sources, self._places)
-                items.append(pipeline.TreeItem(name, survey.flat, plan, staged))
-                tables.append(survey.stored.shardings)
-                nbytes += sum(leaf.nbytes for leaf in survey.stored.leaves)
-        topology = {**shardings.topology(tables), "versions": pipeline.versions()}
-        kind = "sync" if mode == "sync" else "async"
-        return pipeline.SaveJob(
-            step, kind, created, overwrite, tuple(items), metrics, extra, topology, nbytes
-        )
 
     def _refuse_existing(self, step: int, overwrite: bool) -> None:
         if overwrite:
@@ -492,19 +445,3 @@ def _step_number(step: Any) -> int:
     if number < 0:
         raise InvalidOption(f"a step must not be negative, got {number}")
     return number
-
-
-def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise InvalidOption(f"metrics must be a dict of numbers, got {type(metrics).__name__}")
-    return dict(metrics)
-
-
-def _encoded(what: str, value: Any) -> Any:
-    """Plain data captured by value. Raises InvalidOption naming the place of what cannot be."""
-    try:
-        return values.encode(value, what)
-    except TypeError as exc:
-        raise InvalidOption(str(exc)) from exc

@@ -14,10 +14,10 @@ from ckptmgr.core import layout
 from ckptmgr.core.info import Items, StepInfo, is_stateful
 from ckptmgr.core.manifest import StoredLeaf
 from ckptmgr.core.plan import RestorePlan
-from ckptmgr.engine import foreign
+from ckptmgr.engine import foreign, goals
 from ckptmgr.engine import restore as engine_restore
 from ckptmgr.engine.catalog import Catalog, Entry
-from ckptmgr.engine.restore import Goals
+from ckptmgr.engine.goals import Goals
 from ckptmgr.engine.steps import OpenItem, OpenStep, open_step
 from ckptmgr.engine.store import Store, local_path
 from ckptmgr.errors import (
@@ -205,9 +205,9 @@ def _restore_item(
             like.set_state(item.state)
             return like
         return item.state
-    goals = _goals(step, item, like, cast, partial, options, mesh)
+    wanted = _goals(step, item, like, cast, partial, options, mesh)
     verify = options.integrity.verify_on_restore
-    return engine_restore.read(item, goals, options.restore, verify, step.info.step)
+    return engine_restore.read(item, wanted, options.restore, verify, step.info.step)
 
 
 def _goals(
@@ -221,9 +221,9 @@ def _goals(
 ) -> Goals:
     number = step.info.step
     if like is None:
-        return engine_restore.goals_without_target(item, mesh, number)
+        return goals.goals_without_target(item, mesh, number)
     where = f"step {number}" + ("" if step.is_single else f", item {item.name}")
-    return engine_restore.goals_for_target(
+    return goals.goals_for_target(
         item, like, where, cast=cast, partial=partial, options=options.restore
     )
 
@@ -281,9 +281,9 @@ def plan_restore(
         found = _item(opened, name)
         if found.tree is not None:
             target = targets.get(name) if targets else like
-            goals = _goals(opened, found, target, cast, partial, chosen, mesh)
+            wanted = _goals(opened, found, target, cast, partial, chosen, mesh)
             verify = chosen.integrity.verify_on_restore
-            plans.append(engine_restore.make_plan(found, goals, chosen.restore, verify))
+            plans.append(engine_restore.make_plan(found, wanted, chosen.restore, verify))
     return RestorePlan(
         tuple(unit for plan in plans for unit in plan.units),
         sum(plan.wanted_bytes for plan in plans),
