@@ -18,11 +18,13 @@ class Problem:
       file: path below the step directory, or "" when no single file is to blame.
       message: what is wrong, as a sentence.
       leaf: dotted name of the leaf concerned, or "".
+      transient: whether it may be the storage's mood rather than damage.
     """
 
     file: str
     message: str
     leaf: str = ""
+    transient: bool = False
 
     def __str__(self) -> str:
         where = ": ".join(part for part in (self.file, self.leaf and f"leaf {self.leaf}") if part)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from ckptmgr import reading
 from ckptmgr.core import cadence, layout
@@ -32,9 +29,11 @@ from ckptmgr.errors import (
     ReadOnly,
     StepExists,
     StepNotFound,
+    StoreError,
 )
-from ckptmgr.events import Clock, Emitter, Sink, log_sink
+from ckptmgr.events import Clock, Emitter, Sink
 from ckptmgr.options import Options
+from ckptmgr.sinks import log_sink
 
 logger = logging.getLogger("ckptmgr")
 
@@ -102,7 +101,7 @@ class CheckpointManager:
     def should_save(self, step: Any) -> bool:
         """Whether the schedule wants `step`."""
         schedule = self._options.schedule
-        return cadence.due(_step_number(step), schedule.every_steps, schedule.at_steps)
+        return cadence.due(reading.step_number(step), schedule.every_steps, schedule.at_steps)
 
     def save(
         self,
@@ -132,29 +131,32 @@ class CheckpointManager:
           StepExists, UnsupportedLeaf, SnapshotLost, InvalidOption: this call, before anything
             was written.
         """
-        number = _step_number(step)
+        number = reading.step_number(step)
         self._refuse_in_hook("save()")
-        with self._open_for("save"):
+        with self._emitter.call(number) as call, self._open_for("save"):
             if self._options.read_only:
                 raise ReadOnly("a read-only manager does not save")
             self._raise_failures()
             if not (force or self.should_save(number)):
                 return SaveHandle(number, False, f"step {number} is not in the schedule")
             self._refuse_existing(number, overwrite)
-            request = self._prepare.survey(number, state, metrics, extra, overwrite)
+            request = self._prepare.survey(number, state, metrics, extra, overwrite, call.started)
             reason = self._make_room(number, overwrite)
             if reason:
+                call.skip()
                 return SaveHandle(number, False, reason)
             mode = "sync" if sync else self._options.snapshot.mode
             handle = SaveHandle(number)
             handle.warn_only = self._options.on_save_error == "warn"
             thread = worker.SaveThread(handle, self._options.coordination.deadline_seconds)
             try:
-                with self._emitter.span("order", number):
+                with self._emitter.span("order", number, mode=mode) as span:
                     job = self._prepare.order(request, mode)
+                    span.note(nbytes=job.nbytes, staging_bytes=job.staging_bytes)
             except BaseException:
                 thread.cancel()
                 raise
+            call.accept(mode, job.staging_bytes)
             before = self._in_flight[-1] if self._in_flight else None
             self._in_flight.append(handle)
             thread.give(lambda: pipeline.finish_save(job, self._tools, handle, before))
@@ -191,8 +193,7 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits until no save is in flight; raises the first failure not yet told of."""
         self._refuse_in_hook("wait()")
-        with self._open_for("wait"):
-            self._drain()
+        with self._open_for("wait", drain=True):
             self._raise_failures()
 
     def check(self) -> None:
@@ -205,9 +206,11 @@ class CheckpointManager:
         self._refuse_in_hook("close()")
         if self._is_forked_child():
             return
+        self._drain()
         with self._lock:
-            self._drain()
             self._closed = True
+        self._drain()  # saves that began meanwhile
+        with self._lock:
             self._raise_failures()
 
     def __enter__(self) -> CheckpointManager:
@@ -255,7 +258,7 @@ class CheckpointManager:
     def info(self, step: Any) -> StepInfo:
         """All about one step, without reading array data. Raises StepNotFound or
         CorruptCheckpoint."""
-        number = _step_number(step)
+        number = reading.step_number(step)
         return reading.open_entry(self._store.root, self._found(number)).info
 
     def _committed(self) -> Iterator[Entry]:
@@ -305,7 +308,7 @@ class CheckpointManager:
             if step is None:
                 found = self._newest()
             else:
-                number = _step_number(step)
+                number = reading.step_number(step)
                 for handle in self._in_flight:
                     if handle.step == number:
                         handle.wait_settled()
@@ -313,21 +316,35 @@ class CheckpointManager:
             return self._restore(found, like, item, cast, partial)
 
     def _newest(self) -> Entry:
-        entry = next(self._committed(), None)
+        entry = reading.newest(self._catalog)
         if entry is None:
             raise StepNotFound(f"there is no committed step in {self._store.root}")
         return entry
 
     def _restore(self, entry: Entry, like: Any, item: str | None, cast: bool, partial: bool) -> Any:
-        with self._emitter.span("restore", entry.step):
-            return reading.restore_step(
-                reading.open_entry(self._store.root, entry),
-                like,
-                item=item,
-                cast=cast,
-                partial=partial,
-                options=self._options,
-            )
+        with self._emitter.span("restore", entry.step) as span:
+            while True:
+                try:
+                    opened = reading.open_entry(self._store.root, entry)
+                    if item is None and not partial:
+                        span.note(nbytes=opened.info.nbytes or 0)
+                    return reading.restore_step(
+                        opened,
+                        like,
+                        item=item,
+                        cast=cast,
+                        partial=partial,
+                        options=self._options,
+                    )
+                except (CorruptCheckpoint, StoreError) as exc:
+                    again = self._catalog.entry(entry.step)
+                    if again is None:
+                        raise StepNotFound(
+                            f"step {entry.step} was deleted while it was read", entry.step
+                        ) from exc
+                    if again.problem is not None or again == entry:
+                        raise
+                    entry = again  # replaced by another writer while it was read
 
     def restore_latest(self, like: Any) -> Restored | None:
         """The newest step that can be read and verified.
@@ -336,8 +353,7 @@ class CheckpointManager:
         passed over as damaged. Raises CorruptCheckpoint when all are damaged, TreeMismatch when
         the newest good one does not fit `like`.
         """
-        with self._open_for("restore_latest"):
-            self._drain_unless_in_hook()
+        with self._open_for("restore_latest", drain=True):
             skipped: list[Skipped] = []
             problems: list[Problem] = []
             for entry in self._catalog.entries():
@@ -349,45 +365,58 @@ class CheckpointManager:
                     skipped.append(Skipped(entry.step, str(exc)))
                     problems += exc.problems
                     logger.warning("passed over: %s", exc)
+                    self._put_aside(entry, exc)
                     continue
                 return Restored(entry.step, state, tuple(skipped))
-            if skipped and not all(_is_no_step(entry) for entry in self._catalog.entries()):
+            if skipped and not all(reading.is_no_step(entry) for entry in self._catalog.entries()):
                 raise CorruptCheckpoint(skipped[0].step, problems)
             return None
+
+    def _put_aside(self, entry: Entry, error: CorruptCheckpoint) -> None:
+        """Records a step as damaged, so that it does not stand in the way of saving it again."""
+        if self._options.read_only or any(problem.transient for problem in error.problems):
+            return
+        self._catalog.mark_damaged(entry, str(error))
 
     # -- deleting ---------------------------------------------------------------------------
 
     def delete(self, step: Any) -> None:
         """Deletes a step, after the saves in flight. Raises StepNotFound."""
-        number = _step_number(step)
-        with self._open_for("delete"):
+        number = reading.step_number(step)
+        with self._open_for("delete", drain=True):
             self._must_write("delete")
-            self._drain_unless_in_hook()
-            if not self._catalog.forget(number):
+            entry = self._catalog.entry(number)
+            real = entry is not None and not reading.is_no_step(entry)
+            if not real or not self._catalog.forget(number):
                 raise StepNotFound(f"there is no step {number} in {self._store.root}", number)
 
     def truncate_after(self, step: Any) -> tuple[int, ...]:
         """Deletes every step above `step`, newest first; returns them. To roll back."""
-        number = _step_number(step)
-        with self._open_for("truncate_after"):
+        number = reading.step_number(step)
+        with self._open_for("truncate_after", drain=True):
             self._must_write("truncate_after")
-            self._drain_unless_in_hook()
-            gone = [entry.step for entry in self._catalog.entries() if entry.step > number]
+            entries = [e for e in self._catalog.entries() if not reading.is_no_step(e)]
+            if entries and not any(e.step <= number and e.problem is None for e in entries):
+                raise InvalidOption(
+                    f"no good step at or below {number} would remain; the steps are "
+                    f"{sorted(e.step for e in entries)}"
+                )
+            gone = [entry.step for entry in entries if entry.step > number]
             return tuple(found for found in gone if self._catalog.forget(found))
 
     def _must_write(self, what: str) -> None:
         if self._options.read_only:
             raise ReadOnly(f"a read-only manager does not {what}")
 
-    def _drain_unless_in_hook(self) -> None:
-        if not self._in_hook():
-            self._drain()
-
     # -- guards -----------------------------------------------------------------------------
 
     @contextmanager
-    def _open_for(self, what: str) -> Iterator[None]:
-        """Serialises a call; refuses it on a closed manager and in a forked child."""
+    def _open_for(self, what: str, drain: bool = False) -> Iterator[None]:
+        """Serialises a call; refuses it on a closed manager and in a forked child.
+
+        With `drain` it first waits for the saves in flight, without the lock: a hook of theirs may
+        itself wait for another thread that uses this manager.
+        """
         if self._is_forked_child():
             raise ManagerClosed(
                 f"{what}: this manager belongs to process {self._pid}; "
@@ -396,6 +425,8 @@ class CheckpointManager:
         if self._in_hook():
             yield  # the thread that holds the lock may be waiting for this very save
             return
+        if drain:
+            self._drain()
         with self._lock:
             if self._closed:
                 raise ManagerClosed(f"{what}: the manager of {self._store.root} is closed")
@@ -425,23 +456,3 @@ class CheckpointManager:
                 logger.warning("leftovers in %s remain: %s", self._store.root, exc)
 
         threading.Thread(target=sweep, name="ckptmgr-sweep", daemon=True).start()
-
-
-def _is_no_step(entry: Entry) -> bool:
-    """An odd directory with a number for a name that never was a step of anyone."""
-    return entry.problem is not None and entry.problem.file == ""
-
-
-def _step_number(step: Any) -> int:
-    """A step by value. Raises InvalidOption for anything but a whole number from 0."""
-    if isinstance(step, (bool, np.bool_)):
-        raise InvalidOption(f"a step must be a whole number, got {step!r}")
-    try:
-        if getattr(step, "shape", ()) not in ((), None):
-            raise TypeError
-        number = operator.index(step)
-    except TypeError:
-        raise InvalidOption(f"a step must be a whole number, got {step!r}") from None
-    if number < 0:
-        raise InvalidOption(f"a step must not be negative, got {number}")
-    return number

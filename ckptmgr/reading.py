@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 import os
 import re
 from collections.abc import Mapping
@@ -9,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from ckptmgr.core import layout
 from ckptmgr.core.info import Items, StepInfo, is_stateful
@@ -29,6 +32,8 @@ from ckptmgr.errors import (
 )
 from ckptmgr.events import Clock
 from ckptmgr.options import Options
+
+logger = logging.getLogger("ckptmgr")
 
 
 def open_entry(root: str, entry: Entry) -> OpenStep:
@@ -52,6 +57,21 @@ def refuse_inside_a_step(root: str) -> None:
         )
 
 
+def step_number(step: Any) -> int:
+    """A step by value. Raises InvalidOption for anything but a whole number from 0."""
+    if isinstance(step, (bool, np.bool_)):
+        raise InvalidOption(f"a step must be a whole number, got {step!r}")
+    try:
+        if getattr(step, "shape", ()) not in ((), None):
+            raise TypeError
+        number = operator.index(step)
+    except TypeError:
+        raise InvalidOption(f"a step must be a whole number, got {step!r}") from None
+    if number < 0:
+        raise InvalidOption(f"a step must not be negative, got {number}")
+    return number
+
+
 def _looks_like_step(path: str) -> bool:
     """Whether a path is a step: by its files, or as old Orbax's, by its name and its items."""
     names = (layout.MANIFEST, layout.CHECKPOINT_METADATA)
@@ -71,6 +91,7 @@ def open_path(path: Any, step: int | None = None) -> OpenStep:
 
     Raises StepNotFound saying what the path looks like, or CorruptCheckpoint.
     """
+    step = None if step is None else step_number(step)
     where = local_path(path)
     if not os.path.isdir(where):
         state = "is a file, not a directory" if os.path.exists(where) else "does not exist"
@@ -83,15 +104,34 @@ def open_path(path: Any, step: int | None = None) -> OpenStep:
         root, name = os.path.split(where)
         number = layout.parse_step(name)
         if number is None:
-            raise StepNotFound(f"{where} looks like a step, but its name is not a number")
+            raise StepNotFound(
+                f"{where} looks like a step, but its name is not a number; rename it to its step's"
+            )
         return open_entry(root, _good(where, _catalog(root).entry(number), number))
     catalog = _catalog(where)
     if step is not None:
         return open_entry(where, _good(where, catalog.entry(step), step))
-    entry = next(catalog.committed(), None)
+    entry = newest(catalog)
     if entry is None:
         raise StepNotFound(f"there is no committed step in {where}{_hint(where)}")
     return open_entry(where, entry)
+
+
+def newest(catalog: Catalog) -> Entry | None:
+    """The newest committed step; a warning names newer ones that are damaged."""
+    for entry in catalog.entries():
+        if entry.unreadable is not None:
+            raise entry.unreadable
+        if entry.problem is None:
+            return entry
+        if not is_no_step(entry):
+            logger.warning("step %d is damaged (%s) and passed over", entry.step, entry.problem)
+    return None
+
+
+def is_no_step(entry: Entry) -> bool:
+    """An odd directory with a number for a name that never was a step of anyone."""
+    return entry.problem is not None and entry.problem.file == ""
 
 
 def _catalog(root: str) -> Catalog:
@@ -148,12 +188,11 @@ def restore_step(
                 [f"item {name}" for name in missing],
                 [f"item {name}" for name in extra],
             )
-        return Items(
-            {
-                name: _restore_item(step, step.items[name], target, cast, partial, options, mesh)
-                for name, target in like.items()
-            }
-        )
+        found = {
+            name: _restore_item(step, step.items[name], target, cast, partial, options, mesh)
+            for name, target in sorted(like.items(), key=lambda item: is_stateful(item[1]))
+        }  # iterators are set last, when nothing can fail any more
+        return Items({name: found[name] for name in like})
     if step.is_single:
         only = step.items[layout.DEFAULT_ITEM]
         return _restore_item(step, only, like, cast, partial, options, mesh)

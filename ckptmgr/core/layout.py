@@ -4,6 +4,7 @@
 <root>/<step>/                                  a committed step
 <root>/<step>.orbax-checkpoint-tmp-<attempt>/   a save under way, or an abandoned one
 <root>/_ckptmgr/intents/<attempt>.json          who is saving what, removed last
+<root>/_ckptmgr/damaged/<step>.json             a restore found this step damaged
 <root>/_ckptmgr/quarantine/<step>-<attempt>/    a damaged directory that stood in the way of a save
 <root>/_ckptmgr/trash/<step>-<attempt>/         a deleted step whose bytes go next
 ```
@@ -63,6 +64,11 @@ def intent_name(attempt: str) -> str:
 def parse_intent(name: str) -> str | None:
     found = _INTENT.fullmatch(name)
     return found[1] if found else None
+
+
+def damaged_name(step: int) -> str:
+    """The record that a step was found damaged."""
+    return f"{PRIVATE}/damaged/{step}.json"
 
 
 def quarantine_name(step: int, attempt: str) -> str:

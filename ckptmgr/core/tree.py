@@ -97,7 +97,13 @@ def _children(node: Any) -> list[tuple[Any, Any]] | None:
     return [(path[0], child) for path, child in pairs]
 
 
+MAX_DEPTH = 200
+"""Levels of a tree; JSON encoders and JAX itself recurse."""
+
+
 def _visit(node: Any, path: Path, sequence: tuple[bool, ...], walk: _Walk) -> Any:
+    if len(path) > MAX_DEPTH:
+        raise UnsupportedLeaf(dotted(path[:3]) + "...", f"deeper than {MAX_DEPTH} levels")
     if node is None:
         walk.empties[path, sequence] = "None"
         return None

@@ -218,11 +218,12 @@ def write(
     *,
     sync: bool = False,
     before_wave: Callable[[], None] = lambda: None,
+    on_host: Callable[[], None] = lambda: None,
 ) -> tuple[Chunk, ...]:
     """Writes this process's parts to the database in `path`; returns what it wrote.
 
     One transaction per wave. A buffer is handed to TensorStore without a copy, and released when
-    its wave is committed and digested.
+    its wave is committed and digested. `on_host` is called when the last value has arrived.
     """
     ctx = context(sync)
     kvstore = database(path)
@@ -240,6 +241,7 @@ def write(
                 transaction.abort()
                 raise
             committing.append(_Committing(transaction.commit_async(), jobs, digester.given))
+        on_host()
         while committing:
             _settle(committing.popleft(), staged, digester)
         return digester.finish()

@@ -99,7 +99,7 @@ class Catalog:
     def entry(self, step: int) -> Entry | None:
         """What lies under a step's name; None where no directory does."""
         name = layout.step_name(step)
-        if not self.store.is_dir(name):
+        if not self.store.is_own_dir(name):
             return None
         try:
             text = self.store.read_file(f"{name}/{layout.MANIFEST}")
@@ -113,9 +113,34 @@ class Catalog:
         except FormatError as exc:
             return Entry(step, problem=Problem(layout.MANIFEST, str(exc)))
         if manifest.step != step:
-            why = f"it is the manifest of step {manifest.step}"
+            why = f"it is the manifest of step {manifest.step}; rename the directory to that number"
             return Entry(step, problem=Problem(layout.MANIFEST, why))
+        if self._record_of(step) == manifest.attempt:
+            record = layout.damaged_name(step)
+            why = f"found damaged by an earlier restore, see {self.store.path(record)}"
+            return Entry(step, problem=Problem(record, why))
         return Entry(step, manifest)
+
+    def mark_damaged(self, entry: Entry, reason: str) -> None:
+        """Puts a step of ours aside: it is no longer listed, counted or in the way of a save.
+
+        Nothing of it is changed; removing the record takes that back.
+        """
+        if entry.manifest is None:
+            return
+        self.store.make_dir(os.path.dirname(layout.damaged_name(entry.step)))
+        record = {"attempt": entry.manifest.attempt, "reason": reason}
+        name = layout.damaged_name(entry.step)
+        self.store.remove_file(name)
+        self.store.put_file(name, json.dumps(record).encode())
+
+    def _record_of(self, step: int) -> str:
+        """The attempt that is on record as damaged for a step, or ""."""
+        text = self._read_or_none(layout.damaged_name(step))
+        try:
+            return str(json.loads(text)["attempt"]) if text else ""
+        except (ValueError, KeyError, TypeError):
+            return ""
 
     def _without_manifest(self, step: int) -> Entry | None:
         """Orbax's, ours but damaged, or no step at all."""
@@ -188,8 +213,7 @@ class Catalog:
         self.store.sync_path(attempt.tmp)
         final = layout.step_name(attempt.step)
         try:
-            if not self.store.rename(attempt.tmp, final):
-                self._make_room(attempt, final, overwrite)
+            self._put_in_place(attempt, final, overwrite)
         except StoreError:
             if not self._is_in_place(attempt):
                 raise
@@ -217,46 +241,86 @@ class Catalog:
         self.store.remove_file(layout.intent_name(attempt.id))
         _LIVE.discard(attempt.id)
 
-    def _make_room(self, attempt: Attempt, final: str, overwrite: bool) -> None:
-        """Something lies where the step should: a step to replace, or a damaged directory."""
-        there = self.entry(attempt.step)
-        if there is not None and there.unreadable is not None:
-            raise there.unreadable
-        if there is not None and there.problem is None:
-            if not overwrite:
-                raise StepExists(attempt.step, self.store.path(final))
-            self._replace(attempt, final)
-            return
+    def _put_in_place(self, attempt: Attempt, final: str, overwrite: bool) -> None:
+        """Renames; where something is in the way, deals with that and looks again, since other
+        writers may have done the same meanwhile."""
+        for _ in range(_TRIES):
+            if self.store.rename(attempt.tmp, final):
+                return
+            there = self.entry(attempt.step)
+            if there is not None and there.unreadable is not None:
+                raise there.unreadable
+            if there is not None and there.problem is None:
+                if not overwrite:
+                    raise StepExists(attempt.step, self.store.path(final))
+                if self._replace(attempt, final):
+                    return
+            elif there is not None or self.store.exists(final):
+                self._put_aside(attempt, final, there)
+        raise StoreError(f"{self.store.path(final)} was taken by others {_TRIES} times in a row")
+
+    def _put_aside(self, attempt: Attempt, final: str, there: Entry | None) -> None:
+        """Moves what lies at a step's place and is none to quarantine, with a warning."""
         aside = layout.quarantine_name(attempt.step, attempt.id)
         self.store.make_dir(os.path.dirname(aside))
-        self.store.rename(final, aside)
-        why = there.problem if there is not None else "not a directory"
+        try:
+            self.store.rename(final, aside)
+        except StoreError as exc:
+            if isinstance(exc.__cause__, FileNotFoundError):
+                return
+            raise
+        known = self._record_of(attempt.step)
+        if self.store.is_own_dir(aside) and self._is_whole_step(aside, attempt.step, known):
+            self.store.rename(aside, final)  # another writer just put it there
+            return
+        if known:
+            self.store.remove_file(layout.damaged_name(attempt.step))
         logger.warning(
             "step %d: what lay at %s was not a step (%s); moved to %s",
             attempt.step,
             self.store.path(final),
-            why,
+            there.problem if there is not None else "not a directory",
             self.store.path(aside),
         )
-        if not self.store.rename(attempt.tmp, final):
-            raise StepExists(attempt.step, self.store.path(final))
 
-    def _replace(self, attempt: Attempt, final: str) -> None:
+    def _is_whole_step(self, path: str, step: int, damaged: str) -> bool:
+        """Whether a directory holds a valid manifest of `step`, other than the damaged attempt's."""
+        try:
+            found = Manifest.from_json(self._read_or_none(f"{path}/{layout.MANIFEST}") or b"")
+        except FormatError:
+            return False
+        return found.step == step and found.attempt != damaged
+
+    def _replace(self, attempt: Attempt, final: str) -> bool:
+        """Replaces a step; False, changing nothing, where another writer was quicker."""
         old = layout.trash_name(attempt.step, attempt.id)
         self.store.make_dir(layout.trash_dir())
-        if self.store.exchange(attempt.tmp, final):
+        try:
+            exchanged = self.store.exchange(attempt.tmp, final)
+            if not exchanged:
+                self.store.rename(final, old)
+        except StoreError as exc:
+            if isinstance(exc.__cause__, FileNotFoundError):
+                return False
+            if not self.store.exists(final) and self.store.exists(old):
+                self.store.rename(old, final)
+            raise
+        if exchanged:
             self.store.sync_path("")
             self.store.rename(attempt.tmp, old)
         else:
             try:
-                self.store.rename(final, old)
-                self.store.rename(attempt.tmp, final)
+                placed = self.store.rename(attempt.tmp, final)
             except BaseException:
-                if not self.store.exists(final) and self.store.exists(old):
+                if not self.store.exists(final):
                     self.store.rename(old, final)
                 raise
+            if not placed:
+                self._remove_later_if_not_now(old)
+                return False
             self.store.sync_path("")
         self._remove_later_if_not_now(old)
+        return True
 
     def _remove_later_if_not_now(self, trash: str) -> None:
         """Nobody sees it any more; bytes that stay go at a next start."""
@@ -378,6 +442,8 @@ class Catalog:
         newest = max(self.store.modified(place) for place in places)
         return self._clock.time() - newest > FOREIGN_LEASE_SECONDS
 
+
+_TRIES = 100
 
 _LIVE: set[str] = set()
 """Attempts under way in this process."""

@@ -67,7 +67,15 @@ def goals_without_target(item: OpenItem, mesh: jax.sharding.Mesh | None, step: i
         problems = [Problem(item.name, str(leaf.value), leaf.dotted) for leaf in unreadable]
         raise CorruptCheckpoint(step, problems)
     notes: dict[str, list[str]] = {}
-    goals = [_goal_as_saved(i, leaf, stored, mesh, notes) for i, leaf in enumerate(stored.leaves)]
+    goals = []
+    misfits: dict[str, str] = {}
+    for i, leaf in enumerate(stored.leaves):
+        try:
+            goals.append(_goal_as_saved(i, leaf, stored, mesh, notes))
+        except ValueError as exc:
+            misfits[leaf.dotted] = f"placement: {exc}"
+    if misfits:
+        raise TreeMismatch(f"step {step}", len(stored.leaves), differing=misfits)
 
     def build(leaves: Sequence[Any]) -> Any:
         return tree.unflatten(stored.containers, lambda i: leaves[i])
@@ -132,6 +140,8 @@ def _device_goal(
     number: int, leaf: StoredLeaf, dtype: str, sharding: Any, weak_type: bool = False
 ) -> Goal:
     kind = "key" if leaf.kind == "key" else "jax"
+    if dtype and jax.dtypes.canonicalize_dtype(dtype).name != dtype:
+        raise ValueError(f"{dtype} needs jax_enable_x64; without it JAX would cut the values")
     wish = _whole_wish(leaf.stored_shape)
     if sharding is not None:
         found = shardings.wish(physical(sharding, leaf), leaf.stored_shape)
@@ -224,7 +234,7 @@ def _goal_for(
         weak = bool(getattr(target, "weak_type", False))
         return _device_goal(number, leaf, dtype, sharding, weak)
     except ValueError as exc:
-        return f"sharding: {exc}"
+        return f"placement: {exc}"
 
 
 def _goal_for_python(number: int, leaf: StoredLeaf, target: Any, cast: bool) -> Goal | str:

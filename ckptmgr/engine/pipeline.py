@@ -4,6 +4,7 @@
 
     open     the intent and the temporary directory                       catalog.begin
     write    arrays, one OCDBT transaction per wave; metadata; receipts    arrays.write, merge
+    transfer the last value is on the host; only an event             _tell_transfer
     sync     every file and directory, bottom up                           store.sync_tree
     publish  the manifest, then one rename                                 catalog.publish
     retain   what the policy drops goes, now that the new step is durable  retention.decide
@@ -36,7 +37,7 @@ from ckptmgr.engine.snapshot import Staged
 from ckptmgr.engine.steps import info_of
 from ckptmgr.engine.worker import SaveHandle
 from ckptmgr.errors import StoreError
-from ckptmgr.events import Emitter
+from ckptmgr.events import Emitter, Event
 from ckptmgr.options import Options
 
 logger = logging.getLogger("ckptmgr")
@@ -73,6 +74,10 @@ class SaveJob:
     extra: Any
     topology: Mapping[str, Any]
     nbytes: int
+    mode: str
+    staging_bytes: int
+    called: float  # monotonic, as is `ordered`: the call of save(), and its copies ordered
+    ordered: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +121,12 @@ def finish_save(
 
     Retention and the user's hook run in the order of the saves: after those of `before`.
     """
-    with tools.emitter.span("save", job.step, job.nbytes):
-        with tools.emitter.span("open", job.step):
-            attempt = tools.catalog.begin(job.step, job.overwrite)
+    with tools.emitter.span("save", job.step, job.nbytes, job.mode) as span:
         try:
-            document = _write_step(job, tools, attempt, handle._mark_staged)
-            with tools.emitter.span("publish", job.step):
-                tools.catalog.publish(attempt, document, job.overwrite)
-        except BaseException:
-            tools.catalog.abandon(attempt)
-            raise
+            document = _commit(job, tools, handle)
+            span.note(flush_latency=tools.emitter.since(job.called))
+        finally:
+            tools.emitter.settled(job.step)
     info = info_of(document)
     handle._mark_durable(info)
     if before is not None:
@@ -133,24 +134,39 @@ def finish_save(
     _after_commit(job, tools, info)
 
 
+def _commit(job: SaveJob, tools: Tools, handle: SaveHandle) -> Manifest:
+    with tools.emitter.span("open", job.step, mode=job.mode):
+        attempt = tools.catalog.begin(job.step, job.overwrite)
+    try:
+        document = _write_step(job, tools, attempt, handle._mark_staged)
+        with tools.emitter.span("publish", job.step, mode=job.mode):
+            tools.catalog.publish(attempt, document, job.overwrite)
+    except BaseException:
+        tools.catalog.abandon(attempt)
+        raise
+    return document
+
+
 def _write_step(
     job: SaveJob, tools: Tools, attempt: Attempt, on_staged: Callable[[], None]
 ) -> Manifest:
     written = _Written(attempt, tools)
-    with tools.emitter.span("write", job.step, job.nbytes):
-        chunks = {
-            item.name: _write_arrays(item, tools, attempt)
-            for item in job.items
-            if isinstance(item, TreeItem)
-        }
+    trees = [item for item in job.items if isinstance(item, TreeItem)]
+    last = next((item for item in reversed(trees) if item.plan.tree.has_arrays), None)
+    with tools.emitter.span("write", job.step, job.nbytes, job.mode):
+        chunks = {}
+        for tree in trees:
+            on_host = (lambda: _tell_transfer(job, tools)) if tree is last else (lambda: None)
+            chunks[tree.name] = _write_arrays(tree, tools, attempt, on_host)
         on_staged()
+        tools.emitter.released(job.step)
         for item in job.items:
             if isinstance(item, TreeItem):
                 _write_tree_metadata(item, written, chunks[item.name], tools)
             else:
                 _write_state(item, written, tools.coordinator.rank)
         _write_step_metadata(job, written, tools)
-    with tools.emitter.span("sync", job.step):
+    with tools.emitter.span("sync", job.step, mode=job.mode):
         _check_complete(tools.catalog.store.sync_tree(attempt.tmp), written)
     return Manifest(
         step=job.step,
@@ -166,6 +182,15 @@ def _write_step(
     )
 
 
+def _tell_transfer(job: SaveJob, tools: Tools) -> None:
+    """Every value is on the host: the end of what the device has to do with a save."""
+    latency = tools.emitter.since(job.called)
+    seconds = tools.emitter.since(job.ordered)
+    tools.emitter.emit(
+        Event("transfer", job.step, seconds, job.nbytes, mode=job.mode, snapshot_latency=latency)
+    )
+
+
 def _check_complete(sizes: Mapping[str, int], written: _Written) -> None:
     """What is about to be published must be there: somebody may have removed it meanwhile."""
     expected = {path: size for path, (size, _) in written.files.items()} | written.data
@@ -175,7 +200,9 @@ def _check_complete(sizes: Mapping[str, int], written: _Written) -> None:
             raise StoreError(f"{written.attempt.tmp}/{path} {found}, {size} bytes were written")
 
 
-def _write_arrays(item: TreeItem, tools: Tools, attempt: Attempt) -> tuple[manifest.Chunk, ...]:
+def _write_arrays(
+    item: TreeItem, tools: Tools, attempt: Attempt, on_host: Callable[[], None]
+) -> tuple[manifest.Chunk, ...]:
     """This process's arrays into its own database, then all databases into one."""
     store, rank = tools.catalog.store, tools.coordinator.rank
     where = f"{attempt.tmp}/{item.name}"
@@ -191,6 +218,7 @@ def _write_arrays(item: TreeItem, tools: Tools, attempt: Attempt) -> tuple[manif
         rank,
         sync=store.durable,
         before_wave=lambda: _touch(tools, mine),
+        on_host=on_host,
     )
     names = [layout.container(process) for process in range(tools.coordinator.world)]
     array_count = sum(leaf.has_array for leaf in item.plan.tree.leaves)
@@ -257,7 +285,7 @@ def _write_step_metadata(job: SaveJob, written: _Written, tools: Tools) -> None:
 
 def _after_commit(job: SaveJob, tools: Tools, info: StepInfo) -> None:
     try:
-        with tools.emitter.span("retain", job.step):
+        with tools.emitter.span("retain", job.step, mode=job.mode):
             retain(tools, job.step)
     except Exception:
         logger.exception("step %d is saved, but what the policy drops could not go", job.step)

@@ -6,13 +6,16 @@ captures the values. Between the two the caller may wait for a save in flight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ckptmgr.core import layout, values
 from ckptmgr.core.info import Items, is_stateful
-from ckptmgr.core.plan import plan_save
+from ckptmgr.core.manifest import itemsize
+from ckptmgr.core.plan import SavePlan, plan_save
 from ckptmgr.engine import leaves, pipeline, shardings, snapshot
 from ckptmgr.errors import InvalidOption
 from ckptmgr.events import Clock
@@ -25,6 +28,7 @@ class SaveRequest:
 
     step: int
     created: float
+    called: float
     overwrite: bool
     items: tuple[tuple[str, leaves.Survey | Any], ...]
     metrics: Any
@@ -47,9 +51,18 @@ class Preparer:
         self._places = shardings.PlacesCache()
 
     def survey(
-        self, step: int, state: Any, metrics: Mapping[str, Any] | None, extra: Any, overwrite: bool
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None,
+        extra: Any,
+        overwrite: bool,
+        called: float | None = None,
     ) -> SaveRequest:
-        """Looks at every item. Raises UnsupportedLeaf, SnapshotLost or InvalidOption."""
+        """Looks at every item; `called` is the monotonic time of the call, None for now.
+
+        Raises UnsupportedLeaf, SnapshotLost or InvalidOption.
+        """
         created = self._clock.time()
         if metrics is not None and not isinstance(metrics, Mapping):
             raise InvalidOption(f"metrics must be a dict of numbers, got {type(metrics).__name__}")
@@ -59,6 +72,7 @@ class Preparer:
         return SaveRequest(
             step,
             created,
+            self._clock.monotonic() if called is None else called,
             overwrite,
             tuple((name, self._item(step, name, item)) for name, item in named.items()),
             _encoded("metrics", dict(metrics or {})),
@@ -76,7 +90,7 @@ class Preparer:
         """Orders the copies: from here on the values are those of the call."""
         items: list[pipeline.TreeItem | pipeline.StateItem] = []
         tables = []
-        nbytes = 0
+        nbytes = staging_bytes = 0
         for name, survey in request.items:
             if not isinstance(survey, leaves.Survey):
                 items.append(pipeline.StateItem(name, survey))
@@ -86,6 +100,7 @@ class Preparer:
             items.append(pipeline.TreeItem(name, survey.flat, plan, staged))
             tables.append(survey.stored.shardings)
             nbytes += sum(leaf.nbytes for leaf in survey.stored.leaves)
+            staging_bytes += _staging_bytes(mode, plan, survey.sources)
         return pipeline.SaveJob(
             step=request.step,
             kind="sync" if mode == "sync" else "async",
@@ -96,7 +111,20 @@ class Preparer:
             extra=request.extra,
             topology={**shardings.topology(tables), "versions": pipeline.versions()},
             nbytes=nbytes,
+            mode=mode,
+            staging_bytes=staging_bytes,
+            called=request.called,
+            ordered=self._clock.monotonic(),
         )
+
+
+def _staging_bytes(mode: str, plan: SavePlan, sources: Sequence[leaves.Source]) -> int:
+    """Host memory that the copies of a snapshot take; `sync` copies numpy arrays alone."""
+    return sum(
+        part.box.size * itemsize(plan.tree.leaves[part.leaf].stored_dtype)
+        for part in plan.parts
+        if mode != "sync" or isinstance(sources[part.leaf], np.ndarray)
+    )
 
 
 def _encoded(what: str, value: Any) -> Any:

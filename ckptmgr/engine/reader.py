@@ -147,7 +147,9 @@ class Reader:
         try:
             array = opening.result()
         except ValueError as exc:
-            raise self._corrupt(leaf, f"its array cannot be opened ({exc})") from exc
+            raise self._corrupt(
+                leaf, f"its array cannot be opened ({exc})", not _is_damage(str(exc))
+            ) from exc
         if tuple(array.shape) != leaf.stored_shape or array.dtype.name != leaf.stored_dtype:
             raise self._corrupt(
                 leaf,
@@ -168,7 +170,9 @@ class Reader:
         try:
             found = asked.future.result()
         except ValueError as exc:
-            raise self._corrupt(leaf, f"box {unit.box} cannot be read ({exc})") from exc
+            raise self._corrupt(
+                leaf, f"box {unit.box} cannot be read ({exc})", not _is_damage(str(exc))
+            ) from exc
         if asked.by_key:
             if found.state != "value" or len(found.value) != values.nbytes:
                 there = f"{len(found.value)} bytes" if found.state == "value" else "missing"
@@ -187,10 +191,17 @@ class Reader:
                     into[unit.leaf][i][common.within(wanted[unit.leaf][i])] = piece
         return values.nbytes
 
-    def _corrupt(self, leaf: StoredLeaf, message: str) -> CorruptCheckpoint:
+    def _corrupt(
+        self, leaf: StoredLeaf, message: str, transient: bool = False
+    ) -> CorruptCheckpoint:
         item = self._path.rstrip("/").rsplit("/", 1)[-1]
         place = item if self._tree.ocdbt else f"{item}/{leaf.name}"
-        return CorruptCheckpoint(self._step, [Problem(place, message, leaf.dotted)])
+        return CorruptCheckpoint(self._step, [Problem(place, message, leaf.dotted, transient)])
+
+
+def _is_damage(text: str) -> bool:
+    """Whether TensorStore's error is about what is stored rather than about reaching it."""
+    return any(code in text for code in ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRE"))
 
 
 def _place_for(

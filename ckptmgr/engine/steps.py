@@ -107,7 +107,7 @@ def _checked_files(store: Store, document: Manifest) -> tuple[dict[str, bytes], 
             text = store.read_file(name)
         except StoreError as exc:
             gone = isinstance(exc.__cause__, FileNotFoundError)
-            problems.append(Problem(name, "missing" if gone else str(exc)))
+            problems.append(Problem(name, "missing" if gone else str(exc), transient=not gone))
             continue
         if len(text) != size:
             problems.append(Problem(name, f"has {len(text)} bytes instead of {size}"))

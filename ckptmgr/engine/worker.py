@@ -55,6 +55,12 @@ class SaveHandle:
             self._settled.set()
             self._done.set()
 
+    def __repr__(self) -> str:
+        state = "durable" if self._info else "failed" if self._error else "in flight"
+        if not self.accepted:
+            state = f"not accepted: {self.reason}"
+        return f"SaveHandle(step={self.step}, {state})"
+
     @property
     def done(self) -> bool:
         """Whether the save has ended: durable or failed, retention and the user's hook run."""

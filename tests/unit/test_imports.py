@@ -15,6 +15,7 @@ LAYERS = [
     ("errors",),
     ("core",),
     ("options", "events"),
+    ("sinks",),
     ("engine",),
     ("reading",),
     ("manager",),
