@@ -387,6 +387,8 @@ class CheckpointManager:
             self._must_write("delete")
             entry = self._catalog.entry(number)
             real = entry is not None and not reading.is_no_step(entry)
+            if real and not self._store.is_own_dir(layout.step_name(number)):
+                raise StepNotFound(f"step {number} is a link, which is not ours to delete", number)
             if not real or not self._catalog.forget(number):
                 raise StepNotFound(f"there is no step {number} in {self._store.root}", number)
 

@@ -99,7 +99,7 @@ class Catalog:
     def entry(self, step: int) -> Entry | None:
         """What lies under a step's name; None where no directory does."""
         name = layout.step_name(step)
-        if not self.store.is_own_dir(name):
+        if not self.store.is_dir(name):
             return None
         try:
             text = self.store.read_file(f"{name}/{layout.MANIFEST}")
