@@ -74,6 +74,9 @@ class Leftovers:
     trash: tuple[str, ...]
 
 
+_NO_MANIFEST = Problem(layout.MANIFEST, "missing")
+
+
 class Catalog:
     """The steps below one root."""
 
@@ -98,6 +101,14 @@ class Catalog:
 
     def entry(self, step: int) -> Entry | None:
         """What lies under a step's name; None where no directory does."""
+        for _ in range(_TRIES):
+            found = self._look(step)
+            lost = found is not None and found.problem == _NO_MANIFEST
+            if not lost or not self.store.exists(f"{layout.step_name(step)}/{layout.MANIFEST}"):
+                break  # else another writer replaced the step between two looks
+        return found
+
+    def _look(self, step: int) -> Entry | None:
         name = layout.step_name(step)
         if not self.store.is_dir(name):
             return None
@@ -148,7 +159,7 @@ class Catalog:
         found = False
         for item in self.store.names(name):
             if self.store.is_dir(f"{name}/{layout.own_dir(item)}"):
-                return Entry(step, problem=Problem(layout.MANIFEST, "missing"))
+                return Entry(step, problem=_NO_MANIFEST)
             text = self._read_or_none(f"{name}/{layout.pytree_metadata(item)}")
             if text is None:
                 continue
@@ -157,7 +168,7 @@ class Catalog:
             except FormatError:
                 continue
             if tree.marked:
-                return Entry(step, problem=Problem(layout.MANIFEST, "missing"))
+                return Entry(step, problem=_NO_MANIFEST)
             found = True
         if found or self._has_checkpoint_metadata(name):
             return Entry(step, foreign=True)
