@@ -5,15 +5,14 @@
 
 import contextlib
 import gc
-import json
 import os
 import resource
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from command import child, name_of, progress
 from systems import SYSTEMS, System
 from workloads import Workload, catalogue
 
@@ -34,13 +33,6 @@ class Task:
     directory: str
     result: str
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Task":
-        return cls(**json.loads(text))
-
 
 @dataclass(frozen=True)
 class Measures:
@@ -59,7 +51,7 @@ class Clock:
     """Wall and CPU seconds of a `with` block; `lap()` is the wall time so far."""
 
     def __enter__(self) -> "Clock":
-        self._cpu_start = _cpu_seconds()
+        self._cpu_start = cpu_seconds()
         self._start = time.perf_counter()
         return self
 
@@ -68,7 +60,7 @@ class Clock:
 
     def __exit__(self, *_) -> None:
         self.wall = self.lap()
-        self.cpu = _cpu_seconds() - self._cpu_start
+        self.cpu = cpu_seconds() - self._cpu_start
 
 
 def measure(
@@ -80,7 +72,7 @@ def measure(
     bytes_before, files_before = _usage(system.root)
     state = workload.state(seed)
     to_save = system.prepare(state)
-    _settle()
+    settle()
     with Clock() as save:
         system.save(step, to_save)
         in_save = save.lap()
@@ -90,7 +82,7 @@ def measure(
     for leaf in state.values():
         leaf.delete()
     del state, to_save
-    _settle()
+    settle()
     _set_page_cache(system.root, cache)
     with Clock() as restore:
         restored = jax.block_until_ready(system.restore(step, like))
@@ -119,7 +111,7 @@ def run(task: Task) -> list[dict]:
         for label in task.systems:
             root = Path(task.directory, label)
             root.mkdir()
-            systems[label] = SYSTEMS[label.partition("#")[0]](root)
+            systems[label] = SYSTEMS[name_of(label)](root)
             stack.callback(systems[label].close)
         for rep in range(task.reps + 1):
             for label, system in systems.items():
@@ -135,23 +127,22 @@ def run(task: Task) -> list[dict]:
 
 def _progress(task: Task, label: str, rep: int, measured: Measures) -> None:
     which = f"{rep}/{task.reps}" if rep else "warm-up"
-    print(
-        f"  {task.workload} {which:>7} {label:<9} in save() {measured.in_save:7.3f} s, "
-        f"durable {measured.durable:7.3f} s, restore {measured.restore:7.3f} s",
-        file=sys.stderr,
-        flush=True,
+    progress(
+        f"{task.workload} {which:>7} {label:<9} in save() {measured.in_save:7.3f} s, "
+        f"durable {measured.durable:7.3f} s, restore {measured.restore:7.3f} s"
     )
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
-def _settle() -> None:
-    """Nothing left over from the measure before: no garbage, no dirty pages."""
+def settle(flush: bool = True) -> None:
+    """Nothing left over from the measure before: no garbage, and with `flush` no dirty pages."""
     gc.collect()
-    os.sync()
+    if flush:
+        os.sync()
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -176,5 +167,4 @@ def _set_page_cache(root: Path, cache: str) -> None:
 
 
 if __name__ == "__main__":
-    asked = Task.from_json(sys.argv[1])
-    Path(asked.result).write_text(json.dumps(run(asked)))
+    child(lambda task: run(Task(**task)))

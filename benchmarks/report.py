@@ -1,7 +1,7 @@
 """From records to medians, ratios and verdicts, and from those to a table."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,6 +70,26 @@ class Ratio:
         return "OK" if self.value <= self.target else "MISS"
 
 
+@dataclass(frozen=True)
+class Check:
+    """A figure of one system that has a limit of its own, not a ratio to another system's."""
+
+    title: str
+    system: str
+    value: float
+    limit: float
+    at_least: bool = False
+
+    @property
+    def verdict(self) -> str:
+        met = self.value >= self.limit if self.at_least else self.value <= self.limit
+        return "OK" if met else "MISS"
+
+    @property
+    def wanted(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.limit:.2f}"
+
+
 class Unit(NamedTuple):
     name: str
     size: float
@@ -80,7 +100,7 @@ class Unit(NamedTuple):
 
 
 def seconds(value: float) -> Unit:
-    return Unit(" ms", 1e-3, 1) if value < 0.1 else Unit(" s", 1, 2)
+    return Unit(" ms", 1e-3, 1) if abs(value) < 0.1 else Unit(" s", 1, 2)
 
 
 def nbytes(value: float) -> Unit:
@@ -94,13 +114,22 @@ def count(value: float) -> Unit:
     return Unit("", 1, 0)
 
 
+def percent(value: float) -> Unit:
+    return Unit(" %", 0.01, 1)
+
+
+def factor(value: float) -> Unit:
+    return Unit("", 1, 2)
+
+
 def show_bytes(value: float) -> str:
     unit = nbytes(value)
     return unit.show(value) + unit.name
 
 
-# What the table shows, in this order: the measure, its name for people, the unit for its size.
-ROWS: tuple[tuple[str, str, Callable[[float], Unit]], ...] = (
+# What a table shows, in this order: the measure, its name for people, the unit for its size.
+Rows = Sequence[tuple[str, str, Callable[[float], Unit]]]
+ROWS: Rows = (
     ("in_save", "in save()", seconds),
     ("durable", "to durable", seconds),
     ("restore", "restore", seconds),
@@ -109,7 +138,6 @@ ROWS: tuple[tuple[str, str, Callable[[float], Unit]], ...] = (
     ("disk_bytes", "bytes on disk", nbytes),
     ("files", "files", count),
 )
-TITLES = {measure: title for measure, title, _ in ROWS}
 RATIO_MEASURES = ("in_save", "durable", "restore", "cpu_save", "cpu_restore")
 
 
@@ -132,56 +160,100 @@ def ratio(
     return Ratio(measure, system, against, of_medians, min(pairs), max(pairs), target)
 
 
+def compare(
+    records: list[dict],
+    pairs: Iterable[tuple[str, str]],
+    measures: Iterable[str],
+    targets: Iterable[Target],
+    subjects: Iterable[str] = (SUBJECT,),
+) -> list[Ratio]:
+    """Each (system, against) in each measure, with the target where the system has one."""
+    limits = {(target.measure, target.against): target.at_most for target in targets}
+    held = set(subjects)
+    measures = tuple(measures)
+    return [
+        ratio(
+            records,
+            measure,
+            system,
+            against,
+            limits.get((measure, against)) if system in held else None,
+        )
+        for system, against in pairs
+        for measure in measures
+    ]
+
+
 def ratios(kind: str, systems: list[str], records: list[dict]) -> list[Ratio]:
     """The first system against each of the others, with the target where there is one."""
     subject, *others = systems
-    targets = {(t.measure, t.against): t.at_most for t in TARGETS[kind]}
-    found = []
-    for against in others:
-        for measure in RATIO_MEASURES:
-            target = targets.get((measure, against)) if subject == SUBJECT else None
-            found.append(ratio(records, measure, subject, against, target))
-    return found
+    pairs = [(subject, against) for against in others]
+    return compare(records, pairs, RATIO_MEASURES, TARGETS[kind])
 
 
-def table(systems: list[str], records: list[dict]) -> str:
+def table(systems: list[str], records: list[dict], rows: Rows = ROWS) -> str:
     """Median (smallest .. largest) of each measure for each system."""
     lines = [["", *systems]]
-    for measure, title, unit_of in ROWS:
+    for measure, title, unit_of in rows:
         line = [title]
         for system in systems:
             line.append(Spread.of(values(records, system, measure)).show(unit_of))
         lines.append(line)
-    return _columns(lines)
+    return columns(lines)
 
 
-def ratio_table(found: list[Ratio]) -> str:
-    """A line per measure; for each other system the ratio, and beside it the target if any."""
-    by_pair = {(item.measure, item.against): item for item in found}
-    against = list(dict.fromkeys(item.against for item in found))
-    lines = [[f"{found[0].system} over", *(cell for other in against for cell in (other, ""))]]
-    for measure in RATIO_MEASURES:
-        line = [TITLES[measure]]
-        for other in against:
-            item = by_pair[measure, other]
+def ratio_table(found: list[Ratio], rows: Rows = ROWS) -> str:
+    """A line per measure; for each pair of systems the ratio, and beside it the target if any."""
+    by_key = {(item.measure, item.system, item.against): item for item in found}
+    pairs = list(dict.fromkeys((item.system, item.against) for item in found))
+    lines = [["", *(cell for a, b in pairs for cell in (f"{a} / {b}", "target"))]]
+    for measure, title, _ in rows:
+        items = [by_key.get((measure, *pair)) for pair in pairs]
+        if None in items:
+            continue
+        line = [title]
+        for item in items:
             line.append(f"{item.value:.2f} ({item.low:.2f} .. {item.high:.2f})")
             line.append("" if item.target is None else f"<= {item.target:.2f} {item.verdict}")
         lines.append(line)
-    return _columns(lines)
+    return columns(lines)
 
 
-def miss(item: Ratio) -> str:
-    title = TITLES[item.measure]
-    return f"{title}: {item.value:.2f} of {item.against}, at most {item.target:.2f} wanted"
+def check_table(found: Iterable[Check]) -> str:
+    lines = [
+        [item.system, item.title, f"{item.value:.2f}", f"{item.wanted} {item.verdict}"]
+        for item in found
+    ]
+    return columns([["", "", "found", "target"], *lines])
+
+
+def missed(found: Iterable[Ratio | Check], rows: Rows = ROWS) -> list[str]:
+    """A line for each target that was missed."""
+    titles = {measure: title for measure, title, _ in rows}
+    lines = []
+    for item in found:
+        if item.verdict != "MISS":
+            continue
+        if isinstance(item, Check):
+            lines.append(f"{item.system}, {item.title}: {item.value:.2f}, {item.wanted} wanted")
+        else:
+            lines.append(
+                f"{item.system}, {titles[item.measure]}: {item.value:.2f} of {item.against}, "
+                f"at most {item.target:.2f} wanted"
+            )
+    return lines
+
+
+def columns(lines: list[list[str]]) -> str:
+    """A markdown table; the first line is its head."""
+    widths = [max(3, *(len(cell) for cell in column)) for column in zip(*lines, strict=True)]
+    shown = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([shown[0], rule, *shown[1:]])
 
 
 def _divide(a: float, b: float) -> float:
     return a / b if b else float("inf")
-
-
-def _columns(lines: list[list[str]]) -> str:
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    padded = (zip(line, widths, strict=True) for line in lines)
-    return "\n".join(
-        "  " + "  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in padded
-    )

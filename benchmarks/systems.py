@@ -1,8 +1,8 @@
-"""The systems under comparison, one small class each, all with the same five methods.
+"""The systems under comparison, one small class each, all with the same methods.
 
-A class makes the calls that its users make, with the defaults that its users get, and does no
-timing: the clock is in `measure.py`, the same for all. A system lives for the whole run, as a
-manager does in a training job, and its root holds one step at a time.
+A class makes the calls that its users make, with the defaults that its users get unless a
+benchmark is about an option, and does no timing: the clock is in `measure.py`, the same for all. A
+system lives for the whole run, as a manager does in a training job.
 
 The libraries are imported when a system is built, so the parent process imports neither.
 """
@@ -30,6 +30,15 @@ class System:
         raise NotImplementedError
 
     def wait(self) -> None:
+        """Raises if the save failed."""
+        raise NotImplementedError
+
+    def durable(self) -> bool:
+        """Whether the last save is; asked from a thread of its own while training goes on."""
+        raise NotImplementedError
+
+    def idle(self) -> bool:
+        """Whether nothing of the last save is left to do: durable, old steps deleted."""
         raise NotImplementedError
 
     def restore(self, step: int, like: dict) -> dict:
@@ -43,30 +52,44 @@ class System:
 
 
 class Ckptmgr(System):
-    """With default options: copy-on-write snapshots, durable, digests checked on restore."""
+    """With default options: copy-on-write snapshots, durable, digests checked on restore.
+
+    `events` are those of the last save.
+    """
 
     needs = "ckptmgr"
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, options: Any = None):
         import ckptmgr
 
         super().__init__(root)
-        self._manager = ckptmgr.CheckpointManager(root)
+        self.events: list = []
+        self.manager = ckptmgr.CheckpointManager(root, options, events=[self._note])
+
+    def _note(self, event: Any) -> None:
+        self.events.append(event)
 
     def save(self, step: int, state: dict) -> None:
-        self._handle = self._manager.save(step, state)
+        self.events = []
+        self._handle = self.manager.save(step, state)
 
     def wait(self) -> None:
         self._handle.result()
 
+    def durable(self) -> bool:
+        return self._handle.settled
+
+    def idle(self) -> bool:
+        return self._handle.done
+
     def restore(self, step: int, like: dict) -> dict:
-        return self._manager.restore(like, step=step)
+        return self.manager.restore(like, step=step)
 
     def delete(self, step: int) -> None:
-        self._manager.delete(step)
+        self.manager.delete(step)
 
     def close(self) -> None:
-        self._manager.close()
+        self.manager.close()
 
 
 class Orbax(System):
@@ -74,18 +97,26 @@ class Orbax(System):
 
     needs = "orbax.checkpoint"
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, keep: int | None = None):
         import orbax.checkpoint as ocp
 
         super().__init__(root)
         self._args = ocp.args
-        self._manager = ocp.CheckpointManager(root)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        self._manager = ocp.CheckpointManager(root, options=options)
 
     def save(self, step: int, state: dict) -> None:
+        self._step = step
         self._manager.save(step, args=self._args.StandardSave(state))
 
     def wait(self) -> None:
         self._manager.wait_until_finished()
+
+    def durable(self) -> bool:
+        return (self.root / str(self._step)).exists()  # the rename is its commit
+
+    def idle(self) -> bool:
+        return not self._manager.is_saving_in_progress()
 
     def restore(self, step: int, like: dict) -> dict:
         return self._manager.restore(step, args=self._args.StandardRestore(like))
@@ -145,3 +176,22 @@ class Raw(System):
 
 
 SYSTEMS: dict[str, type[System]] = {"ckptmgr": Ckptmgr, "orbax": Orbax, "raw": Raw}
+
+MODES = ("copy_on_write", "double_buffer", "sync")  # of ckptmgr's snapshots
+MODES_AND_ORBAX = {**dict.fromkeys(MODES, Ckptmgr), "orbax": Orbax}
+
+
+def by_mode(
+    name: str, root: Path, keep: int | None = None, host_bytes: int | None = None
+) -> System:
+    """ckptmgr in one of its modes, without heartbeats, or Orbax; keeping the last `keep` steps."""
+    if name == "orbax":
+        return Orbax(root, keep)
+    import ckptmgr
+
+    options = ckptmgr.Options(
+        snapshot=ckptmgr.Snapshot(mode=name, host_bytes=host_bytes),
+        heartbeat=None,
+        retention=ckptmgr.KeepLast(keep) if keep else ckptmgr.KeepAll(),
+    )
+    return Ckptmgr(root, options)

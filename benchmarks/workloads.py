@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from report import show_bytes
+
 FIRST_AXIS_OVER_X = ("x",)
 
 
@@ -46,6 +48,10 @@ class Workload:
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves.values())
 
+    def describe(self) -> str:
+        devices = "1 device" if self.devices == 1 else f"{self.devices} devices"
+        return f"{show_bytes(self.nbytes)} in {len(self.leaves)} leaves on {devices}"
+
     def like(self) -> dict:
         """The target of a restore: shapes, dtypes and shardings."""
         import jax
@@ -62,6 +68,10 @@ class Workload:
         return jax.block_until_ready(
             {name: self._make(leaf, seed, i) for i, (name, leaf) in enumerate(self.leaves.items())}
         )
+
+    def leaf(self, name: str, seed: int):
+        """One leaf of the state of this seed."""
+        return self._make(self.leaves[name], seed, list(self.leaves).index(name))
 
     def verify(self, restored: Mapping, seed: int) -> None:
         """Raise unless `restored` is, bit for bit and on its mesh, the state of this seed."""
@@ -122,18 +132,31 @@ def _bits(array) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _dense(devices: int, rows: int) -> Workload:
-    leaves = {f"layer_{i:02d}": Leaf((rows, 4096)) for i in range(16)}
-    return Workload(f"dense{devices}", "dense", {"x": devices}, leaves)
+def dense(name: str, devices: int, leaves: int, rows: int) -> Workload:
+    """Large leaves of rows x 4096 floats, 16 KiB a row."""
+    return Workload(
+        name,
+        "dense",
+        {"x": devices},
+        {f"layer_{i:02d}": Leaf((rows, 4096)) for i in range(leaves)},
+    )
 
 
-def _small(devices: int, count: int) -> Workload:
-    leaves = {f"leaf_{i:04d}": Leaf((64, 64)) for i in range(count)}
-    return Workload(f"small{devices}", "small", {"x": devices}, leaves)
+def small(name: str, devices: int, leaves: int) -> Workload:
+    """Many leaves of 16 KiB."""
+    return Workload(
+        name, "small", {"x": devices}, {f"leaf_{i:04d}": Leaf((64, 64)) for i in range(leaves)}
+    )
 
 
-def catalogue(smoke: bool) -> dict[str, Workload]:
-    """All workloads by name. The smoke sizes prove that the benchmark runs, and nothing else."""
-    rows, count = (64, 100) if smoke else (4096, 3000)
-    built = [_dense(1, rows), _dense(8, rows), _small(1, count), _small(8, count)]
+def catalogue(smoke: bool, rows: int = 4096) -> dict[str, Workload]:
+    """All workloads by name; 4096 rows make the dense ones 1 GiB. The smoke sizes prove that the
+    benchmark runs, and nothing else."""
+    rows, count = (64, 100) if smoke else (rows, 3000)
+    built = [
+        dense("dense1", 1, 16, rows),
+        dense("dense8", 8, 16, rows),
+        small("small1", 1, count),
+        small("small8", 8, count),
+    ]
     return {workload.name: workload for workload in built}

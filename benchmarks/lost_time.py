@@ -1,0 +1,290 @@
+"""What a save costs training: `python benchmarks/lost_time.py`.
+
+A loop of donated, jitted steps, each waited for, saves in each system in turn. Two cases:
+
+`single`: one save. A window of steps without saving comes first, right before it, and gives the
+median step. Then `save()`, and steps until nothing of the save is left to do, its deletions
+included. What is lost is the time in `save()`, what the first step after it takes longer than the
+median, and what the further ones take longer, added up.
+
+`continuous`: a new save as soon as the one before is done, for some seconds. The rate of steps is
+compared with that of a window without saving right before.
+
+The writer's CPU time is what the process used beyond what as many steps use without saving. It
+holds all that saving does, and the steps' own slowing down by it (caches, memory). On the cores that
+the steps need, it is taken from them; a machine with cores to spare would not feel it. The
+CPU-adjusted rate leaves it out:
+
+    adjusted rate = steps * t / (W - taken),  taken = max(0, C - (cores - u) * W) / u
+
+with t the mean step and u the cores busy without saving, W the length of the window and C the
+writer's CPU time in it. That the steps leave `cores - u` idle and that the writer uses those first
+makes `taken`, and with it the adjusted rate, rather too low than too high.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import command
+import report
+from command import FAILED, name_of, progress
+from measure import Clock, settle
+from report import Check, Target
+from systems import MODES_AND_ORBAX, System, by_mode
+from training import Baseline, Training, save_and_step
+from workloads import Workload, catalogue
+
+WORKLOADS = ("dense8", "small8")
+CASES = ("single", "continuous")
+KEEP = 2  # steps kept; with the one being written there are three on disk
+SETTINGS = (
+    *("smoke", "systems", "cases", "reps", "warm_ups"),
+    *("compute_ms", "steps", "at_least", "seconds"),
+)
+WARM_UPS = 3  # buffers are made in the first saves, programs for them compiled beside them
+SUBJECTS = ("copy_on_write", "double_buffer")  # the modes that the targets are for
+TARGETS = {
+    "dense": (Target("lost", "orbax", 0.6), Target("in_save", "orbax", 0.3)),
+    "small": (Target("in_save", "orbax", 0.1),),
+}
+ADJUSTED_AT_LEAST = 0.9
+CHECK_TITLES = {"adjusted": "CPU-adjusted rate", "donated": "share of arrays donated"}
+
+SINGLE_ROWS: report.Rows = (
+    ("step", "step without saving", report.seconds),
+    ("in_save", "in save()", report.seconds),
+    ("first", "first step after, longer by", report.seconds),
+    ("further", "further steps, longer by", report.seconds),
+    ("lost", "lost per save", report.seconds),
+    ("durable", "to durable", report.seconds),
+    ("steps", "steps in the window", report.count),
+    ("cpu", "CPU of the writer", report.seconds),
+    ("cpu_share", "of all cores meanwhile", report.percent),
+    ("donated", "arrays donated to the first step", report.percent),
+)
+SINGLE_RATIOS = ("in_save", "first", "lost", "durable", "cpu")
+CONTINUOUS_ROWS: report.Rows = (
+    ("step", "step without saving", report.seconds),
+    ("rate", "rate of steps, of that without saving", report.factor),
+    ("adjusted", "the same, CPU-adjusted", report.factor),
+    ("per_save", "from save to save", report.seconds),
+    ("lost", "lost per save", report.seconds),
+    ("cpu", "CPU of the writer, per save", report.seconds),
+    ("cpu_share", "of all cores", report.percent),
+)
+CONTINUOUS_RATIOS = ("per_save", "lost", "cpu")
+
+
+def main() -> int:
+    args = parse_args()
+    directory = command.directory_of(args)
+    chosen = [catalogue(args.smoke)[name] for name in args.workloads]
+    needed = ((KEEP + 1) * len(args.systems) + 1) * max(workload.nbytes for workload in chosen)
+    needs = [MODES_AND_ORBAX[name_of(label)].needs for label in args.systems]
+    problem = command.why_not(directory, needed, needs)
+    if problem:
+        print(problem, file=sys.stderr)
+        return FAILED
+
+    facts = command.begin(args, directory)
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    results = []
+    for workload in chosen:
+        task = {**settings, "workload": workload.name}
+        records = command.run_child(Path(__file__), workload.devices, task, directory)
+        if records is None:
+            print(f"{workload.name}: the measuring process failed, see above.", file=sys.stderr)
+            return FAILED
+        results.append(show(workload, args, records))
+    return command.finish(args, facts, settings, results)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    command.add_arguments(parser, WORKLOADS, MODES_AND_ORBAX)
+    add = parser.add_argument
+    add("--cases", type=command.choice_of(CASES), default=list(CASES), help="default: both")
+    add("--reps", type=int, help=f"after {WARM_UPS} warm-ups. default: 5, smoke: 1")
+    add("--compute-ms", type=float, help="compute of a step. default: 150, smoke: 2")
+    add("--steps", type=int, help="of a window without saving. default: 10, smoke: 3")
+    add("--at-least", type=int, help="steps from a save on. default: 5, smoke: 3")
+    add("--seconds", type=float, help="of saving continuously. default: 12, smoke: 0.3")
+    args = parser.parse_args()
+    usual = {"reps": 5, "compute_ms": 150.0, "steps": 10, "at_least": 5, "seconds": 12.0}
+    smoke = {"reps": 1, "compute_ms": 2.0, "steps": 3, "at_least": 3, "seconds": 0.3}
+    for name, value in (smoke if args.smoke else usual).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+        elif getattr(args, name) < (0 if name == "compute_ms" else 1e-9):
+            parser.error(f"--{name.replace('_', '-')} is too small")
+    args.warm_ups = 1 if args.smoke else WARM_UPS
+    args.systems = command.labels(args.systems)
+    return args
+
+
+# -- the child ----------------------------------------------------------------------------------
+
+
+def measure(task: dict) -> dict[str, list[dict]]:
+    """One record per case, system and repetition."""
+    workload = catalogue(task["smoke"])[task["workload"]]
+    training = Training(workload, seed=1)
+    training.compute_for(task["compute_ms"] / 1000)
+    records: dict[str, list[dict]] = {case: [] for case in task["cases"]}
+    numbers = itertools.count()
+    with contextlib.ExitStack() as stack:
+        systems: dict[str, System] = {}
+        for label in task["systems"]:
+            root = Path(task["directory"], label)
+            root.mkdir()
+            systems[label] = by_mode(name_of(label), root, KEEP)
+            stack.callback(systems[label].close)
+        last: dict[str, tuple[int, int]] = {}
+        for rep in range(1 - task["warm_ups"], task["reps"] + 1):
+            for case, (label, system) in itertools.product(task["cases"], systems.items()):
+                if rep < 0 and case == "continuous":
+                    continue  # it saves several times: one warm-up is enough
+                settle(flush=not task["smoke"])
+                before = Baseline.of(training, task["steps"])
+                run = single if case == "single" else continuous
+                measures, last[label] = run(task, system, training, before, numbers)
+                found = {"system": label, "rep": rep, "warmup": rep <= 0, "measures": measures}
+                records[case].append({**found, "steps_without": before.steps})
+                _progress(task, case, found)
+        for label, system in systems.items():
+            number, moved = last[label]
+            training.verify(system.restore(number, workload.like()), moved)
+    return records
+
+
+def single(task, system, training, before, numbers) -> tuple[dict, tuple[int, int]]:
+    number = next(numbers)
+    window = save_and_step(system, training, number, task["at_least"])
+    first, *further = (seconds - before.median for seconds in window.steps)
+    cpu = window.cpu - before.cpu * len(window.steps)
+    measures = {
+        "step": before.median,
+        "in_save": window.in_save,
+        "first": first,
+        "further": sum(further),
+        "lost": window.in_save + first + sum(further),
+        "durable": window.durable,
+        "steps": len(window.steps),
+        "cpu": cpu,
+        "cpu_share": cpu / (window.wall * cores()),
+        "donated": window.donated,
+    }
+    return measures, (number, window.moved)
+
+
+def continuous(task, system, training, before, numbers) -> tuple[dict, tuple[int, int]]:
+    """From the start of one save to the end of another, so that only whole saves count."""
+    saves, steps = 0, 0
+    with Clock() as clock:
+        while True:
+            if saves == 0 or system.idle():
+                if saves and clock.lap() >= task["seconds"]:
+                    break
+                number, moved = next(numbers), training.moved
+                system.save(number, training.state)
+                saves += 1
+            training.step()
+            steps += 1
+    system.wait()
+    cpu = clock.cpu - before.cpu * steps
+    measures = {
+        "step": before.median,
+        "rate": steps * before.mean / clock.wall,
+        "adjusted": adjusted(steps, before, clock.wall, cpu),
+        "per_save": clock.wall / saves,
+        "lost": (clock.wall - steps * before.mean) / saves,
+        "cpu": cpu / saves,
+        "cpu_share": cpu / (clock.wall * cores()),
+    }
+    return measures, (number, moved)
+
+
+def adjusted(steps: int, before: Baseline, wall: float, cpu: float) -> float:
+    """The rate of steps, of that without saving, had the writer taken no CPU time from them."""
+    busy = min(cores(), before.cpu / before.mean)
+    taken = max(0.0, cpu - (cores() - busy) * wall) / busy
+    return steps * before.mean / (wall - taken)
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _progress(task: dict, case: str, record: dict) -> None:
+    which = "warm-up" if record["warmup"] else f"{record['rep']}/{task['reps']}"
+    measures = record["measures"]
+    shown = f"step {measures['step']:.3f} s, lost per save {measures['lost']:7.3f} s"
+    if case == "continuous":
+        shown += f", rate {measures['rate']:.2f}, adjusted {measures['adjusted']:.2f}"
+    progress(f"{task['workload']} {which:>7} {case:<10} {record['system']:<14} {shown}")
+
+
+# -- the tables ---------------------------------------------------------------------------------
+
+
+def show(workload: Workload, args: argparse.Namespace, records: dict[str, list[dict]]) -> dict:
+    """Print the tables of one workload; return what goes into the JSON file."""
+    found: list[report.Ratio | Check] = []
+    print(
+        f"\n{workload.name}: {workload.describe()}, about {args.compute_ms:g} ms of compute a step."
+        f"\nMedian of {args.reps} (smallest .. largest), and ratio of the medians (rep by rep)."
+    )
+    for case, rows, measures, targets in (
+        ("single", SINGLE_ROWS, SINGLE_RATIOS, TARGETS[workload.kind]),
+        ("continuous", CONTINUOUS_ROWS, CONTINUOUS_RATIOS, ()),
+    ):
+        if case not in records:
+            continue
+        title = "One save" if case == "single" else "Saving all the time"
+        print(f"\n{title}\n\n{report.table(args.systems, records[case], rows)}")
+        others = [label for label in args.systems if label != "orbax"]
+        if others and "orbax" in args.systems:
+            pairs = [(label, "orbax") for label in others]
+            ratios = report.compare(records[case], pairs, measures, targets, SUBJECTS)
+            print(f"\n{report.ratio_table(ratios, rows)}")
+            found += ratios
+    checks = [
+        *checks_of(records, args.systems, "single", "donated", 1.0),
+        *checks_of(records, args.systems, "continuous", "adjusted", ADJUSTED_AT_LEAST),
+    ]
+    if checks:
+        print(f"\n{report.check_table(checks)}")
+    sys.stdout.flush()
+    found += checks
+    return {
+        "workload": workload.name,
+        "ratios": [{**asdict(item), "verdict": item.verdict} for item in found],
+        "missed": report.missed(found, SINGLE_ROWS),
+        "records": records,
+    }
+
+
+def checks_of(
+    records: dict[str, list[dict]], systems: list[str], case: str, measure: str, limit: float
+) -> list[Check]:
+    return [
+        Check(
+            CHECK_TITLES[measure],
+            label,
+            statistics.median(report.values(records[case], label, measure)),
+            limit,
+            at_least=True,
+        )
+        for label in systems
+        if case in records and name_of(label) in SUBJECTS
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(command.child(measure) if command.is_child() else main())

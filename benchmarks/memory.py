@@ -1,0 +1,238 @@
+"""Host memory over many saves: `python benchmarks/memory.py`.
+
+A process for each workload and system. In it a loop of donated steps, each of which changes every
+value, saves after each step, waits until the save is durable, collects garbage, and reads the
+resident memory (RSS) at some of the saves. A system that leaks or fragments grows from the tenth
+save to the last.
+
+The peak is what the kernel saw between any two readings, reset before the first save.
+`quarter` stands for `Snapshot(host_bytes=...)` at a quarter of the state: then the host memory that
+snapshots hold, as the events tell it, must stay within that.
+"""
+
+import argparse
+import gc
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import command
+import report
+from command import FAILED, name_of, progress
+from report import Check
+from systems import MODES_AND_ORBAX, Ckptmgr, System, by_mode
+from training import Training
+from workloads import Workload, catalogue
+
+ROWS_OF_DENSE = 512  # 128 MiB
+WORKLOADS = ("dense1", "dense8", "small1", "small8")
+QUARTERS = ("copy_on_write:quarter", "double_buffer:quarter")
+SYSTEMS = (*MODES_AND_ORBAX, *QUARTERS)
+MARKS = (1, 10, 50, 100)  # saves after which memory is read; the ratio is last over second
+SMOKE_MARKS = (1, 2, 3, 4)
+KEEP = 2
+GROWTH_AT_MOST = 1.05
+
+
+def main() -> int:
+    args = parse_args()
+    directory = command.directory_of(args)
+    chosen = [catalogue(args.smoke, ROWS_OF_DENSE)[name] for name in args.workloads]
+    needed = (KEEP + 2) * max(workload.nbytes for workload in chosen)
+    needs = {MODES_AND_ORBAX[mode_of(label)].needs for label in args.systems}
+    problem = command.why_not(directory, needed, needs)
+    if problem:
+        print(problem, file=sys.stderr)
+        return FAILED
+
+    facts = command.begin(args, directory)
+    settings = {"smoke": args.smoke, "marks": args.marks, "limit_seconds": args.limit_seconds}
+    results = []
+    for workload in chosen:
+        records = []
+        for label in args.systems:
+            task = {**settings, "workload": workload.name, "system": label}
+            record = command.run_child(Path(__file__), workload.devices, task, directory)
+            if record is None:
+                print(f"{workload.name}, {label}: its process failed, see above.", file=sys.stderr)
+                return FAILED
+            records.append(record)
+        results.append(show(workload, records))
+    return command.finish(args, facts, settings, results)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    command.add_arguments(parser, WORKLOADS, SYSTEMS)
+    parser.add_argument(
+        "--limit-seconds",
+        type=float,
+        default=300.0,
+        help="a process stops saving after so long, and says how far it came. default: 300",
+    )
+    args = parser.parse_args()
+    args.marks = list(SMOKE_MARKS if args.smoke else MARKS)
+    if args.smoke and args.workloads == list(WORKLOADS):
+        args.workloads = ["dense8"]
+    args.systems = command.labels(args.systems)
+    return args
+
+
+def mode_of(label: str) -> str:
+    return name_of(label).partition(":")[0]
+
+
+# -- the child ----------------------------------------------------------------------------------
+
+
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """The record of one system on one workload. Bytes."""
+    workload = catalogue(task["smoke"], ROWS_OF_DENSE)[task["workload"]]
+    training = Training(workload, seed=1)
+    limit = workload.nbytes // 4 if name_of(task["system"]) in QUARTERS else None
+    root = Path(task["directory"], "root")
+    root.mkdir()
+    system = by_mode(mode_of(task["system"]), root, KEEP, limit)
+    for _ in range(3):
+        training.step()
+    before = reading()
+    reset_peak()
+    started, readings, staged, saves = time.monotonic(), {}, 0, 0
+    for saves in range(1, task["marks"][-1] + 1):
+        late = time.monotonic() - started > task["limit_seconds"]
+        moved = training.moved
+        staged = max(staged, save(system, training, saves))
+        if saves in task["marks"] or late:
+            readings[saves] = reading()
+        if late:
+            break
+    peak = status("VmHWM")
+    restored = system.restore(saves, workload.like())
+    training.verify(restored, moved)
+    system.close()
+    progress(f"{workload.name} {task['system']:<21} {saves} saves")
+    return {
+        "system": task["system"],
+        "saves": saves,
+        "before": before,
+        "readings": readings,
+        "peak": peak,
+        "staged": staged,
+        "limit": limit,
+        "seconds": time.monotonic() - started,
+    }
+
+
+def save(system: System, training: Training, number: int) -> int:
+    """One save, with a donated step on top of it; the most that its snapshot held, if told."""
+    system.save(number, training.state)
+    training.step()
+    while not system.idle():
+        time.sleep(0.002)
+    system.wait()
+    gc.collect()
+    events = system.events if isinstance(system, Ckptmgr) else []
+    return max((event.host_bytes or 0 for event in events), default=0)
+
+
+def reading() -> dict[str, int]:
+    import jax
+
+    gc.collect()
+    return {"rss": status("VmRSS"), "live": sum(array.nbytes for array in jax.live_arrays())}
+
+
+def status(field: str) -> int:
+    """A size from the kernel's account of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise KeyError(field)
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+# -- the tables ---------------------------------------------------------------------------------
+
+
+def show(workload: Workload, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Print the tables of one workload; return what goes into the JSON file."""
+    checks = checks_of(records)
+    print(
+        f"\n{workload.name}: {workload.describe()}."
+        f"\n\nResident memory after a save\n\n{resident_table(records)}"
+        f"\n\nPeaks\n\n{peak_table(workload, records)}\n\n{report.check_table(checks)}",
+        flush=True,
+    )
+    return {
+        "workload": workload.name,
+        "checks": [{**asdict(item), "verdict": item.verdict} for item in checks],
+        "missed": report.missed(checks),
+        "records": records,
+    }
+
+
+def resident_table(records: list[dict[str, Any]]) -> str:
+    marks = sorted({int(mark) for record in records for mark in record["readings"]})
+    head = ["", "before", *(f"save {mark}" for mark in marks), "last / early"]
+    lines = [[*head, "live arrays, before", "after"]]
+    for record in records:
+        found = {int(mark): value for mark, value in record["readings"].items()}
+        cells = [report.show_bytes(found[m]["rss"]) if m in found else "" for m in marks]
+        _, _, ratio = growth(record)
+        live = [record["before"]["live"], found[max(found)]["live"]]
+        before = report.show_bytes(record["before"]["rss"])
+        shown = [report.show_bytes(size) for size in live]
+        lines.append([record["system"], before, *cells, f"{ratio:.3f}", *shown])
+    return report.columns(lines)
+
+
+def growth(record: dict[str, Any]) -> tuple[int, int, float]:
+    """An early save, the last one, and the resident memory after this over that after the other.
+
+    The early one is the second that was looked at: the first save still fills pools and buffers.
+    """
+    rss = {int(mark): value["rss"] for mark, value in record["readings"].items()}
+    marks = sorted(rss)
+    early = marks[min(1, len(marks) - 1)]
+    return early, marks[-1], rss[marks[-1]] / rss[early]
+
+
+def peak_table(workload: Workload, records: list[dict[str, Any]]) -> str:
+    lines = [["", "peak", "over before", "of the state", "held by snapshots", "limit"]]
+    for record in records:
+        grown = record["peak"] - record["before"]["rss"]
+        lines.append(
+            [
+                record["system"],
+                report.show_bytes(record["peak"]),
+                report.show_bytes(grown),
+                f"{grown / workload.nbytes:.2f}",
+                report.show_bytes(record["staged"]) if mode_of(record["system"]) != "orbax" else "",
+                report.show_bytes(record["limit"]) if record["limit"] else "",
+            ]
+        )
+    return report.columns(lines)
+
+
+def checks_of(records: list[dict[str, Any]]) -> list[Check]:
+    """Of ckptmgr's modes; of Orbax the growth stands in the first table."""
+    found = []
+    for record in records:
+        if mode_of(record["system"]) != "orbax":
+            early, last, ratio = growth(record)
+            title = f"RSS, save {last} over save {early}"
+            found.append(Check(title, record["system"], ratio, GROWTH_AT_MOST))
+        if record["limit"]:
+            held = record["staged"] / record["limit"]
+            found.append(Check("held by snapshots, of host_bytes", record["system"], held, 1.0))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(command.child(measure) if command.is_child() else main())
