@@ -31,6 +31,7 @@ def get_config() -> ConfigDict:
                 "schedule": {"every_steps": 5},
                 "snapshot": {"mode": "copy_on_write"},
                 "storage": {},
+                "heartbeat": {"every_saves": 10, "audit": True},
                 # Names of policies and their arguments; a step that any of them keeps is kept.
                 "retention": {"KeepLast": {"n": 3}},
             },

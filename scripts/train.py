@@ -2,11 +2,11 @@
 
     python scripts/train.py --checkpoints=/tmp/tiny
     python scripts/train.py --checkpoints=/tmp/tiny --mesh=2x1 --steps=80   # goes on, on 2 devices
-    python scripts/train.py --checkpoints=/tmp/small --config=configs/small.py
+    python scripts/train.py --checkpoints=/tmp/llm --config=configs/llm.py
 
 On a machine without accelerators the mesh is made of virtual CPU devices. Stop it in any way,
 `kill -9` too, and start it again: on the same mesh the losses are those of a run that never
-stopped, bit for bit. The ten lines to copy into another loop are marked in `train`.
+stopped, bit for bit. The lines to copy into another loop are marked in `train`.
 """
 
 import functools
@@ -43,6 +43,7 @@ def checkpoint_options(
     return ckptmgr.Options(
         schedule=ckptmgr.Schedule(**config.schedule),
         snapshot=ckptmgr.Snapshot(**config.snapshot),
+        heartbeat=ckptmgr.Heartbeat(**config.heartbeat) if config.heartbeat else None,
         storage=ckptmgr.Storage(**config.storage),
         retention=functools.reduce(operator.or_, policies),
         on_committed=on_committed,
@@ -54,7 +55,7 @@ def train(config: ConfigDict, job: tinylm.Job, batches: stdlib_text.Batches, log
     options = checkpoint_options(config.checkpoint, log.committed)
     about = {"config": config.to_dict()}  # so that a checkpoint says how to evaluate it
 
-    # Ten lines to copy: `job.abstract` is the state as jax.ShapeDtypeStructs with shardings,
+    # The lines to copy: `job.abstract` is the state as jax.ShapeDtypeStructs with shardings,
     # `batches` anything with get_state() and set_state().
     with ckptmgr.CheckpointManager(FLAGS.checkpoints, options) as mgr:
         latest = mgr.restore_latest(ckptmgr.Items(state=job.abstract, data=batches))
@@ -65,9 +66,13 @@ def train(config: ConfigDict, job: tinylm.Job, batches: stdlib_text.Batches, log
             loss = float(loss)
             if mgr.should_save(step) or step == config.steps:
                 items = ckptmgr.Items(state=state, data=batches)
+                if step == config.steps:
+                    mgr.wait()  # so that the last save cannot be skipped for a busy one
                 with log.saving(step):
                     mgr.save(step, items, metrics={"loss": loss}, extra=about, force=True)
             log.step(step, loss, mgr.saves_in_flight)
+            if mgr.preempted:
+                break
     # Leaving the block waits for the save in flight, and raises if one has failed.
     return state
 
