@@ -5,6 +5,7 @@ from ckptmgr.core.plan import RestorePlan
 from ckptmgr.core.retention import KeepAll, KeepLast
 from ckptmgr.engine.worker import SaveHandle
 from ckptmgr.errors import (
+    AuditFailed,
     CheckpointError,
     CorruptCheckpoint,
     InvalidOption,
@@ -24,6 +25,7 @@ from ckptmgr.errors import (
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.options import (
     Coordination,
+    Heartbeat,
     Integrity,
     LeafRule,
     Options,
@@ -35,11 +37,13 @@ from ckptmgr.options import (
 from ckptmgr.reading import Description, describe, plan_restore, restore
 
 __all__ = [
+    "AuditFailed",
     "CheckpointError",
     "CheckpointManager",
     "Coordination",
     "CorruptCheckpoint",
     "Description",
+    "Heartbeat",
     "Integrity",
     "InvalidOption",
     "Items",

@@ -71,6 +71,30 @@ class SnapshotLost(CheckpointError):
         self.step = step
 
 
+class AuditFailed(CheckpointError):
+    """A heartbeat found that the asynchronous staging path had other values than the arrays.
+
+    Attributes:
+      step: the heartbeat's step; it was not written.
+      leaves: dotted names of the leaves that differ.
+      suspects: steps saved asynchronously since the last heartbeat, marked `suspect` now.
+    """
+
+    def __init__(self, step: int, leaves: Sequence[str], suspects: Sequence[int]) -> None:
+        shown = ", ".join(repr(leaf) for leaf in leaves[:20])
+        if len(leaves) > 20:
+            shown += f" and {len(leaves) - 20} more"
+        marked = f"steps {list(suspects)} are" if suspects else "no step is"
+        super().__init__(
+            f"step {step}: asynchronous staging gave other values than the arrays hold for leaf "
+            f"{shown}; {marked} marked suspect and passed over by restore_latest(). "
+            "Snapshot(mode='sync') saves without that path"
+        )
+        self.step = step
+        self.leaves = tuple(leaves)
+        self.suspects = tuple(suspects)
+
+
 class SaveFailed(CheckpointError):
     """A save did not become durable. The steps that were there before are untouched."""
 

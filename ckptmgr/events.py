@@ -45,14 +45,18 @@ class Event:
       phase: of a save "call" (all of save(), on the caller's thread), "order", "open", "transfer"
         (copies ordered until the last value is on the host; none without arrays), "write" (which
         overlaps it), "sync", "publish", "retain", and "save" for the whole in the background;
-        "skip" for a save that a busy slot kept from happening; "restore".
+        "audit" and "readback" of a heartbeat; "wait" where the caller had to wait for a save in
+        flight or for host memory; "skip" for a save that a busy slot kept from happening;
+        "restore".
       step: the step concerned.
       seconds: how long it took.
       nbytes: array bytes it moved, 0 where none.
       error: None, or the type and text of the exception that ended it.
       mode: how the snapshot was taken, of a save.
       saves_in_flight: accepted saves neither durable nor failed, when the event was emitted.
-      host_bytes: staging bytes those still hold; a save holds its own until all is written.
+      host_bytes: host memory that snapshots hold at that time, kept buffers included.
+      detail: of "wait", for what; of "readback", from where: "storage", or "page cache" where
+        the data could not be put out of it.
       snapshot_latency: of "transfer"; see `NUMBERS` for this one and the next four.
       flush_latency: of a "save" that succeeded.
       stall: of "call".
@@ -68,6 +72,7 @@ class Event:
     mode: str | None = None
     saves_in_flight: int | None = None
     host_bytes: int | None = None
+    detail: str | None = None
     snapshot_latency: float | None = None
     flush_latency: float | None = None
     stall: float | None = None
@@ -114,9 +119,9 @@ class Call:
         self._emitter = emitter
         self._step = step
 
-    def accept(self, mode: str, staging_bytes: int) -> None:
-        """From now on the save counts as in flight."""
-        interval = self._emitter._accepted(self._step, staging_bytes, self.started)
+    def accept(self, save: object, mode: str) -> None:
+        """From now on the save counts as in flight, until `Emitter.settled(save)`."""
+        interval = self._emitter._accepted(save, self.started)
         self.phase, self.fields = "call", {"mode": mode, "interval": interval}
 
     def skip(self) -> None:
@@ -125,20 +130,27 @@ class Call:
 
 
 class Emitter:
-    """Hands each event to every sink, and counts the saves in flight; used from any thread."""
+    """Hands each event to every sink, and counts the saves in flight; used from any thread.
 
-    def __init__(self, sinks: Sequence[Sink], clock: Clock) -> None:
+    Args:
+      host_bytes: tells how much host memory snapshots hold.
+    """
+
+    def __init__(
+        self, sinks: Sequence[Sink], clock: Clock, host_bytes: Callable[[], int] = lambda: 0
+    ) -> None:
         self._sinks = tuple(sinks)
         self._broken: set[int] = set()
         self._lock = threading.Lock()
-        self._held: dict[int, int] = {}  # step of a save in flight -> host bytes
+        self._in_flight: set[int] = set()
+        self._host_bytes = host_bytes
         self._last_call: float | None = None
         self.clock = clock
 
     def emit(self, event: Event) -> None:
         with self._lock:
-            count, held = len(self._held), sum(self._held.values())
-        event = replace(event, saves_in_flight=count, host_bytes=held)
+            count = len(self._in_flight)
+        event = replace(event, saves_in_flight=count, host_bytes=self._host_bytes())
         for sink in self._sinks:
             try:
                 sink(event)
@@ -183,19 +195,13 @@ class Emitter:
         """Seconds since a monotonic time, never less than none."""
         return max(0.0, self.clock.monotonic() - started)
 
-    def _accepted(self, step: int, nbytes: int, called: float) -> float | None:
+    def _accepted(self, save: object, called: float) -> float | None:
         with self._lock:
-            self._held[step] = nbytes
+            self._in_flight.add(id(save))
             before, self._last_call = self._last_call, called
         return None if before is None else max(0.0, called - before)
 
-    def released(self, step: int) -> None:
-        """The save of `step` holds no host memory any more."""
+    def settled(self, save: object) -> None:
+        """A save is durable, or failed."""
         with self._lock:
-            if step in self._held:
-                self._held[step] = 0
-
-    def settled(self, step: int) -> None:
-        """The save of `step` is durable, or failed."""
-        with self._lock:
-            self._held.pop(step, None)
+            self._in_flight.discard(id(save))

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckptmgr import reading
-from ckptmgr.core import cadence, layout
+from ckptmgr.core import layout
 from ckptmgr.core.info import Restored, Skipped, StepInfo
-from ckptmgr.engine import coord, pipeline, worker
+from ckptmgr.engine import coord, pipeline
 from ckptmgr.engine.catalog import Catalog, Entry
 from ckptmgr.engine.foreign import foreign_info
-from ckptmgr.engine.prepare import Preparer
+from ckptmgr.engine.recovery import Recovery
+from ckptmgr.engine.snapshot import Stager
 from ckptmgr.engine.steps import info_of
 from ckptmgr.engine.store import Store, local_path
 from ckptmgr.engine.worker import SaveHandle
@@ -27,12 +28,12 @@ from ckptmgr.errors import (
     NotAllowedHere,
     Problem,
     ReadOnly,
-    StepExists,
     StepNotFound,
     StoreError,
 )
 from ckptmgr.events import Clock, Emitter, Sink
 from ckptmgr.options import Options
+from ckptmgr.saving import Saves
 from ckptmgr.sinks import log_sink
 
 logger = logging.getLogger("ckptmgr")
@@ -45,7 +46,7 @@ class CheckpointManager:
       directory: `str`, `os.PathLike` or epath; a relative path is made absolute now. Created
         unless `read_only`.
       options: see `Options`.
-      clock, store, new_attempt, coordinator: seams for tests.
+      clock, store, new_attempt, coordinator, stager: seams for tests.
       events: further sinks for `ckptmgr.events.Event`.
 
     Calls from two threads are serialised; `steps`, `latest_step` and `info` never wait. Raises
@@ -62,6 +63,7 @@ class CheckpointManager:
         store: Store | None = None,
         new_attempt: Callable[[], str] | None = None,
         coordinator: coord.Coordinator | None = None,
+        stager: Stager | None = None,
         events: Sequence[Sink] = (),
     ) -> None:
         self._options = options if options is not None else Options()
@@ -74,18 +76,21 @@ class CheckpointManager:
         self._catalog = Catalog(
             self._store, self._clock, new_attempt or (lambda: uuid.uuid4().hex[:16])
         )
-        self._emitter = Emitter([log_sink, *events], self._clock)
-        self._coordinator = coordinator or coord.of_this_job()
-        self._tools = pipeline.Tools(self._catalog, self._coordinator, self._emitter, self._options)
-        self._prepare = Preparer(self._options.storage, self._clock, self._coordinator.rank)
+        copies = stager or Stager(self._options.snapshot)
+        self._emitter = Emitter([log_sink, *events], self._clock, lambda: copies.memory.held)
+        tools = pipeline.Tools(
+            self._catalog, coordinator or coord.of_this_job(), self._emitter, self._options
+        )
+        self._saves = Saves(tools, copies)
         self._lock = threading.RLock()
-        self._in_flight: list[SaveHandle] = []
         self._closed = False
         self._pid = os.getpid()
         if not self._options.read_only:
             self._store.check_usable(create=True)
-            self._catalog.recover()
-            self._sweep_in_background()
+            recovery = Recovery(self._store, self._clock)
+            recovery.recover()
+            self._sweep_in_background(recovery)
+            self._saves.open()
 
     @property
     def directory(self) -> str:
@@ -100,8 +105,12 @@ class CheckpointManager:
 
     def should_save(self, step: Any) -> bool:
         """Whether the schedule wants `step`."""
-        schedule = self._options.schedule
-        return cadence.due(reading.step_number(step), schedule.every_steps, schedule.at_steps)
+        return self._saves.is_due(reading.step_number(step))
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a notice of preemption had come when `should_save` or `save` was last called."""
+        return self._saves.preempted
 
     def save(
         self,
@@ -136,57 +145,10 @@ class CheckpointManager:
         with self._emitter.call(number) as call, self._open_for("save"):
             if self._options.read_only:
                 raise ReadOnly("a read-only manager does not save")
-            self._raise_failures()
-            if not (force or self.should_save(number)):
+            self._saves.raise_failures()
+            if not (force or self._saves.is_due(number)):
                 return SaveHandle(number, False, f"step {number} is not in the schedule")
-            self._refuse_existing(number, overwrite)
-            request = self._prepare.survey(number, state, metrics, extra, overwrite, call.started)
-            reason = self._make_room(number, overwrite)
-            if reason:
-                call.skip()
-                return SaveHandle(number, False, reason)
-            mode = "sync" if sync else self._options.snapshot.mode
-            handle = SaveHandle(number)
-            handle.warn_only = self._options.on_save_error == "warn"
-            thread = worker.SaveThread(handle, self._options.coordination.deadline_seconds)
-            try:
-                with self._emitter.span("order", number, mode=mode) as span:
-                    job = self._prepare.order(request, mode)
-                    span.note(nbytes=job.nbytes, staging_bytes=job.staging_bytes)
-            except BaseException:
-                thread.cancel()
-                raise
-            call.accept(mode, job.staging_bytes)
-            before = self._in_flight[-1] if self._in_flight else None
-            self._in_flight.append(handle)
-            thread.give(lambda: pipeline.finish_save(job, self._tools, handle, before))
-            if mode == "sync" or worker.exiting():
-                handle.result()
-                thread.join()
-            return handle
-
-    def _refuse_existing(self, step: int, overwrite: bool) -> None:
-        if overwrite:
-            return
-        for handle in self._in_flight:
-            if handle.step == step and not handle.settled:
-                raise StepExists(step, self._store.path(layout.step_name(step)) + " (in flight)")
-        entry = self._catalog.entry(step)
-        if entry is not None and entry.unreadable is not None:
-            raise entry.unreadable
-        if entry is not None and entry.problem is None:
-            raise StepExists(step, self._store.path(layout.step_name(step)))
-
-    def _make_room(self, step: int, overwrite: bool) -> str:
-        """Waits for the save in flight, or says why this one is skipped."""
-        busy = [handle for handle in self._in_flight if not handle.settled]
-        if busy and self._options.snapshot.when_busy == "skip":
-            return f"the save of step {busy[0].step} is still in flight"
-        for handle in busy:
-            handle.wait_settled()
-        self._raise_failures()
-        self._refuse_existing(step, overwrite)
-        return ""
+            return self._saves.save(call, number, state, metrics, extra, overwrite, sync)
 
     # -- waiting ----------------------------------------------------------------------------
 
@@ -194,24 +156,25 @@ class CheckpointManager:
         """Waits until no save is in flight; raises the first failure not yet told of."""
         self._refuse_in_hook("wait()")
         with self._open_for("wait", drain=True):
-            self._raise_failures()
+            self._saves.raise_failures()
 
     def check(self) -> None:
         """Raises the failure of a background save not yet told of, if there is one."""
         with self._open_for("check"):
-            self._raise_failures()
+            self._saves.raise_failures()
 
     def close(self) -> None:
         """Waits for the saves in flight and closes; again is fine. Raises like `wait`."""
         self._refuse_in_hook("close()")
         if self._is_forked_child():
             return
-        self._drain()
+        self._saves.drain()
         with self._lock:
             self._closed = True
-        self._drain()  # saves that began meanwhile
+            self._saves.close()
+        self._saves.drain()  # saves that began meanwhile
         with self._lock:
-            self._raise_failures()
+            self._saves.raise_failures()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -227,23 +190,12 @@ class CheckpointManager:
     @property
     def saves_in_flight(self) -> int:
         """How many saves are not yet durable or failed."""
-        return sum(not handle.settled for handle in list(self._in_flight))
+        return self._saves.count
 
-    def _drain(self) -> None:
-        for handle in list(self._in_flight):
-            handle.join()
-
-    def _raise_failures(self) -> None:
-        """Forgets ended saves; raises (or logs) the first failure nobody was told of."""
-        for handle in list(self._in_flight):
-            error = handle.take_failure()
-            if handle.done:
-                self._in_flight.remove(handle)
-            if error is None:
-                continue
-            if self._options.on_save_error == "raise":
-                raise error
-            logger.warning("%s", error)
+    @property
+    def saves_skipped(self) -> int:
+        """How many saves were turned down because others were in flight."""
+        return self._saves.skipped
 
     # -- what there is ----------------------------------------------------------------------
 
@@ -266,7 +218,7 @@ class CheckpointManager:
 
     def _info(self, entry: Entry) -> StepInfo:
         if entry.manifest is not None:
-            return info_of(entry.manifest)
+            return info_of(entry.manifest, entry.suspect)
         return foreign_info(entry.step, self._store.path(layout.step_name(entry.step)))
 
     def _found(self, step: int) -> Entry:
@@ -309,9 +261,7 @@ class CheckpointManager:
                 found = self._newest()
             else:
                 number = reading.step_number(step)
-                for handle in self._in_flight:
-                    if handle.step == number:
-                        handle.wait_settled()
+                self._saves.wait_settled(number)
                 found = self._found(number)
             return self._restore(found, like, item, cast, partial)
 
@@ -360,6 +310,9 @@ class CheckpointManager:
                 try:
                     if entry.problem is not None:
                         raise CorruptCheckpoint(entry.step, [entry.problem])
+                    if entry.suspect:
+                        doubt = Problem("", reading.why_suspect(entry), transient=True)
+                        raise CorruptCheckpoint(entry.step, [doubt])
                     state = self._restore(entry, like, None, False, False)
                 except CorruptCheckpoint as exc:
                     skipped.append(Skipped(entry.step, str(exc)))
@@ -374,7 +327,8 @@ class CheckpointManager:
 
     def _put_aside(self, entry: Entry, error: CorruptCheckpoint) -> None:
         """Records a step as damaged, so that it does not stand in the way of saving it again."""
-        if self._options.read_only or any(problem.transient for problem in error.problems):
+        transient = any(problem.transient for problem in error.problems)
+        if self._options.read_only or transient:
             return
         self._catalog.mark_damaged(entry, str(error))
 
@@ -428,7 +382,7 @@ class CheckpointManager:
             yield  # the thread that holds the lock may be waiting for this very save
             return
         if drain:
-            self._drain()
+            self._saves.drain()
         with self._lock:
             if self._closed:
                 raise ManagerClosed(f"{what}: the manager of {self._store.root} is closed")
@@ -438,22 +392,21 @@ class CheckpointManager:
         return os.getpid() != self._pid
 
     def _in_hook(self) -> bool:
-        current = threading.current_thread()
-        return any(handle.thread is current for handle in list(self._in_flight))
+        return self._saves.in_hook()
 
     def _refuse_in_hook(self, what: str) -> None:
         if self._in_hook():
             raise NotAllowedHere(f"{what} is not allowed in a hook of the save it would wait for")
 
-    def _sweep_in_background(self) -> None:
+    def _sweep_in_background(self, recovery: Recovery) -> None:
         """Leftovers of dead processes go while the caller gets on."""
-        found = self._catalog.leftovers()
+        found = recovery.leftovers()
         if not found.intents and not found.trash:
             return
 
         def sweep() -> None:
             try:
-                self._catalog.sweep(found)
+                recovery.sweep(found)
             except Exception as exc:
                 logger.warning("leftovers in %s remain: %s", self._store.root, exc)
 

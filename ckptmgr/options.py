@@ -41,10 +41,14 @@ class Schedule:
     Attributes:
       every_steps: steps that are a multiple of this number; None: no step by this rule.
       at_steps: further steps, by number.
+      on_preemption: watch for SIGTERM, and for JAX's preemption notice where its coordination
+        service runs; the next step is then saved whatever the rules above say, synchronously and
+        as `kind: preemption`. See `CheckpointManager.preempted`.
     """
 
     every_steps: int | None = 1
     at_steps: Collection[int] = ()
+    on_preemption: bool = False
 
     def __post_init__(self) -> None:
         _positive_int("Schedule.every_steps", self.every_steps, optional=True)
@@ -54,21 +58,67 @@ class Schedule:
         object.__setattr__(self, "at_steps", frozenset(int(step) for step in steps))
 
 
+IN_FLIGHT = {"sync": 1, "copy_on_write": 1, "double_buffer": 2}
+"""How many saves may be in flight at a time, by mode."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """How the values of a call reach the host, see `ckptmgr.engine.snapshot`.
 
     Attributes:
-      mode: "copy_on_write" orders the copies and returns; "sync" returns when durable.
-      when_busy: with a save in flight, "wait" for it or "skip" this one.
+      mode: "copy_on_write" orders the copies and returns; host memory is taken for each save and
+        given back. "double_buffer" does the same into host memory that is allocated once and used
+        again in turns. "sync" returns when the step is durable.
+      when_busy: with `in_flight` saves in flight, "wait" for the oldest or "skip" this one.
+      in_flight: how many saves may be in flight; None: 2 for double_buffer, else 1. Each holds a
+        copy of the tree on the host until it is written.
+      host_bytes: host memory that snapshots may hold, all saves in flight together; None: no
+        bound. What does not fit is copied in waves as earlier ones are written, and `save()`
+        returns when the last is ordered.
+      strict: refuse, instead of doing with one warning, what goes against the words above: a
+        shard larger than `host_bytes`, or a backend that cannot do the mode.
     """
 
-    mode: Literal["copy_on_write", "sync"] = "copy_on_write"
+    mode: Literal["copy_on_write", "double_buffer", "sync"] = "copy_on_write"
     when_busy: Literal["wait", "skip"] = "wait"
+    in_flight: int | None = None
+    host_bytes: int | None = None
+    strict: bool = False
+
+    @property
+    def slots(self) -> int:
+        """How many saves may be in flight."""
+        return self.in_flight or IN_FLIGHT[self.mode]
 
     def __post_init__(self) -> None:
-        _one_of("Snapshot.mode", self.mode, ("copy_on_write", "sync"))
+        _one_of("Snapshot.mode", self.mode, tuple(IN_FLIGHT))
         _one_of("Snapshot.when_busy", self.when_busy, ("wait", "skip"))
+        _positive_int("Snapshot.in_flight", self.in_flight, optional=True)
+        _positive_int("Snapshot.host_bytes", self.host_bytes, optional=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Every Nth accepted save is a heartbeat: synchronous, complete, and read back from storage.
+
+    Attributes:
+      every_saves: N; 1 makes every save one.
+      audit: compare the asynchronous staging path with a direct read of the same arrays. Where
+        they differ the save fails, naming the leaf, and the asynchronous saves since the last
+        heartbeat become `suspect`.
+    """
+
+    every_saves: int = 100
+    audit: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every_saves == 0:
+            raise InvalidOption(
+                "Heartbeat.every_saves must be at least 1, got 0; "
+                "Options(heartbeat=None) saves without heartbeats"
+            )
+        _positive_int("Heartbeat.every_saves", self.every_saves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +236,7 @@ class Options:
     """Everything a `CheckpointManager` can be told.
 
     Attributes:
+      heartbeat: None for no heartbeats.
       on_save_error: a failed background save is raised at the next `save`, `check`, `wait` or
         `close` ("raise"), or logged there as a warning ("warn"). With "raise", one that nobody was
         told of ends the process with status 1.
@@ -196,6 +247,7 @@ class Options:
 
     schedule: Schedule = field(default_factory=Schedule)
     snapshot: Snapshot = field(default_factory=Snapshot)
+    heartbeat: Heartbeat | None = field(default_factory=Heartbeat)
     retention: Policy = field(default_factory=KeepAll)
     storage: Storage = field(default_factory=Storage)
     integrity: Integrity = field(default_factory=Integrity)
@@ -212,6 +264,7 @@ class Options:
         kinds = {
             "schedule": Schedule,
             "snapshot": Snapshot,
+            "heartbeat": Heartbeat,
             "retention": Policy,
             "storage": Storage,
             "integrity": Integrity,
@@ -220,5 +273,5 @@ class Options:
         }
         for name, kind in kinds.items():
             value = getattr(self, name)
-            if not isinstance(value, kind):
+            if not isinstance(value, kind) and not (name == "heartbeat" and value is None):
                 raise InvalidOption(f"Options.{name} must be a {kind.__name__}, got {value!r}")

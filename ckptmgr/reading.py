@@ -118,15 +118,27 @@ def open_path(path: Any, step: int | None = None) -> OpenStep:
 
 
 def newest(catalog: Catalog) -> Entry | None:
-    """The newest committed step; a warning names newer ones that are damaged."""
+    """The newest committed step whose values are not in doubt; a warning names newer ones.
+
+    Where all are in doubt the newest of those.
+    """
+    in_doubt: Entry | None = None
     for entry in catalog.entries():
         if entry.unreadable is not None:
             raise entry.unreadable
-        if entry.problem is None:
+        if entry.suspect:
+            logger.warning("step %d is suspect (%s) and passed over", entry.step, entry.suspect)
+            in_doubt = in_doubt or entry
+        elif entry.problem is None:
             return entry
-        if not is_no_step(entry):
+        elif not is_no_step(entry):
             logger.warning("step %d is damaged (%s) and passed over", entry.step, entry.problem)
-    return None
+    return in_doubt
+
+
+def why_suspect(entry: Entry) -> str:
+    """Why a suspect step is passed over, and how to read it nevertheless."""
+    return f"suspect: {entry.suspect}; restore(step={entry.step}) reads it all the same"
 
 
 def is_no_step(entry: Entry) -> bool:

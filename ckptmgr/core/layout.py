@@ -71,6 +71,11 @@ def damaged_name(step: int) -> str:
     return f"{PRIVATE}/damaged/{step}.json"
 
 
+def suspect_name(step: int) -> str:
+    """The record that a step was saved by a staging path that an audit found torn."""
+    return f"{PRIVATE}/suspect/{step}.json"
+
+
 def quarantine_name(step: int, attempt: str) -> str:
     return f"{PRIVATE}/quarantine/{step}-{attempt}"
 

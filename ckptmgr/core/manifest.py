@@ -296,6 +296,7 @@ class Manifest:
       metrics, extra: as the user gave them, encoded by `ckptmgr.core.values`.
       topology: processes, devices, device kind, meshes, versions.
       files: every metadata file, path below the step -> [size in bytes, xxh3-128].
+      since_heartbeat: accepted saves since the last heartbeat, this one counted; 0 for one.
     """
 
     step: int
@@ -308,6 +309,7 @@ class Manifest:
     extra: Any
     topology: Mapping[str, Any]
     files: Mapping[str, tuple[int, str]]
+    since_heartbeat: int = 0
 
     def to_json(self) -> str:
         """One line: {"digest": of the text of the body, "body": {...}}."""
@@ -324,6 +326,7 @@ class Manifest:
                 "extra": self.extra,
                 "topology": dict(self.topology),
                 "files": {path: list(entry) for path, entry in self.files.items()},
+                "since_heartbeat": self.since_heartbeat,
             }
         )
         return f"{_HEAD}{digest(body.encode())}{_MIDDLE}{body}}}\n"
@@ -350,6 +353,7 @@ class Manifest:
                 body["extra"],
                 body["topology"],
                 {path: (size, found) for path, (size, found) in body["files"].items()},
+                body.get("since_heartbeat", 0),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise FormatError(f"the manifest lacks or misstates {exc}") from exc
@@ -366,6 +370,7 @@ def _check_types(manifest: Manifest) -> None:
         "kind": isinstance(manifest.kind, str),
         "attempt": isinstance(manifest.attempt, str),
         "nbytes": whole_number(manifest.nbytes),
+        "since_heartbeat": whole_number(manifest.since_heartbeat),
         "items": isinstance(manifest.items, dict)
         and all(kind in ("tree", "state") for kind in manifest.items.values()),
         "topology": isinstance(manifest.topology, dict),

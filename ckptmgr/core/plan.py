@@ -86,6 +86,58 @@ def plan_save(tree: StoredTree, shards: Sequence[Sequence[Shard]], process: int)
     return SavePlan(tree, tuple(parts), nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class LeafWrite:
+    """What one wave writes of a leaf.
+
+    Attributes:
+      leaf: number of the leaf.
+      parts: its parts in this wave; none for an array without elements.
+      first: whether the array is created here.
+    """
+
+    leaf: int
+    parts: tuple[Part, ...]
+    first: bool
+
+
+Wave = tuple[LeafWrite, ...]
+
+
+def waves(plan: SavePlan, process: int, wave_bytes: int) -> tuple[Wave, ...]:
+    """Cuts a plan into waves of about `wave_bytes`, each at least one part.
+
+    Process 0 creates the arrays that have no elements.
+    """
+    by_leaf: dict[int, list[Part]] = {}
+    for part in plan.parts:
+        by_leaf.setdefault(part.leaf, []).append(part)
+    found: list[Wave] = []
+    wave: list[LeafWrite] = []
+    held = 0
+    for number, leaf in enumerate(plan.tree.leaves):
+        parts = by_leaf.get(number, [])
+        creates = leaf.has_array and leaf.nbytes == 0 and process == 0
+        if not parts and not creates:
+            continue
+        size, first = manifest.itemsize(leaf.stored_dtype), True
+        taken: list[Part] = []
+        for part in parts:
+            nbytes = part.box.size * size
+            if held and held + nbytes > wave_bytes:
+                if taken:
+                    wave.append(LeafWrite(number, tuple(taken), first))
+                    first, taken = False, []
+                found.append(tuple(wave))
+                wave, held = [], 0
+            taken.append(part)
+            held += nbytes
+        wave.append(LeafWrite(number, tuple(taken), first))
+    if wave:
+        found.append(tuple(wave))
+    return tuple(found)
+
+
 _Cut = tuple[Box, tuple[tuple[int, Box], ...]]
 
 

@@ -1,7 +1,7 @@
 """What to keep: policies as values, and one pure function that decides.
 
-Steps compare by number. Whatever the policy says, the newest step stays, and so does the step
-that was just written; an empty policy drops nothing.
+Steps compare by number. Whatever the policy says, the newest step stays, the newest heartbeat, and
+the step that was just written; an empty policy drops nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ class Info(Protocol):
 
     @property
     def step(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
 
 
 class Policy:
@@ -93,6 +95,9 @@ def decide(
         return Decision({}, ())
     keep = policy.reasons(ordered, now)
     keep.setdefault(ordered[-1].step, "newest")
+    heartbeats = [info.step for info in ordered if info.kind == "heartbeat"]
+    if heartbeats:
+        keep.setdefault(heartbeats[-1], "newest heartbeat")
     if just_saved is not None and any(info.step == just_saved for info in ordered):
         keep.setdefault(just_saved, "just saved")
     drop = tuple(info.step for info in ordered if info.step not in keep)

@@ -20,13 +20,10 @@ import tensorstore as ts
 from ckptmgr.core import boxes, layout, manifest
 from ckptmgr.core.boxes import Box
 from ckptmgr.core.manifest import Chunk, StoredLeaf, StoredTree
-from ckptmgr.core.plan import Part, SavePlan
+from ckptmgr.core.plan import Part, Wave
 from ckptmgr.engine import leaves as leaf_values
 from ckptmgr.engine.snapshot import Staged
 from ckptmgr.errors import StoreError
-
-WAVE_BYTES = 64 * 2**20
-"""Array bytes per OCDBT transaction."""
 
 WAVES_COMMITTING = 2
 """Transactions that are on their way to disk while the next is filled."""
@@ -92,45 +89,6 @@ def array_spec(tree: StoredTree, leaf: StoredLeaf, kvstore: Mapping[str, Any]) -
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A leaf's parts within one wave; `first` where the array is created in it."""
-
-    leaf: int
-    parts: tuple[Part, ...]
-    first: bool
-
-
-def _waves(plan: SavePlan, process: int) -> Iterator[list[_Job]]:
-    """Cuts the plan into waves of about WAVE_BYTES; process 0 creates arrays without elements."""
-    by_leaf: dict[int, list[Part]] = collections.defaultdict(list)
-    for part in plan.parts:
-        by_leaf[part.leaf].append(part)
-    wave: list[_Job] = []
-    held = 0
-    for number, leaf in enumerate(plan.tree.leaves):
-        if not leaf.has_array:
-            continue
-        parts = by_leaf.get(number, [])
-        if not parts and not (process == 0 and leaf.nbytes == 0):
-            continue
-        size, first = manifest.itemsize(leaf.stored_dtype), True
-        taken: list[Part] = []
-        for part in parts:
-            if held and held + part.box.size * size > WAVE_BYTES:
-                if taken:
-                    wave.append(_Job(number, tuple(taken), first))
-                    first, taken = False, []
-                yield wave
-                wave, held = [], 0
-            taken.append(part)
-            held += part.box.size * size
-        if taken or not parts:
-            wave.append(_Job(number, tuple(taken), first))
-    if wave:
-        yield wave
-
-
 class _Digester:
     """Digests parts on a thread of its own while TensorStore writes them.
 
@@ -189,11 +147,7 @@ class _Digester:
 
     def _take(self, part: Part, values: np.ndarray) -> None:
         try:
-            leaf = self._leaves[part.leaf]
-            for box in boxes.tiles(part.box, leaf.chunk):
-                piece = values[box.within(part.box)]
-                index = manifest.chunk_index(leaf, box)
-                self._chunks.append(Chunk(part.leaf, index, piece.nbytes, digest(piece)))
+            self._chunks += chunks_of(self._leaves[part.leaf], part, values)
         except BaseException as exc:
             self._error = exc
         with self._progress:
@@ -201,20 +155,26 @@ class _Digester:
             self._progress.notify_all()
 
 
+def chunks_of(leaf: StoredLeaf, part: Part, values: np.ndarray) -> Iterator[Chunk]:
+    """The chunks of a part with the digests of their values."""
+    for box in boxes.tiles(part.box, leaf.chunk):
+        piece = values[box.within(part.box)]
+        index = manifest.chunk_index(leaf, box)
+        yield Chunk(part.leaf, index, piece.nbytes, digest(piece))
+
+
 @dataclass(frozen=True, slots=True)
 class _Committing:
     """A wave under way to disk, and how many parts were digested when its buffers are free."""
 
+    number: int
     future: ts.Future[None]
-    jobs: list[_Job]
     digested: int
 
 
 def write(
-    plan: SavePlan,
     staged: Staged,
     path: str,
-    process: int,
     *,
     sync: bool = False,
     before_wave: Callable[[], None] = lambda: None,
@@ -222,25 +182,31 @@ def write(
 ) -> tuple[Chunk, ...]:
     """Writes this process's parts to the database in `path`; returns what it wrote.
 
-    One transaction per wave. A buffer is handed to TensorStore without a copy, and released when
+    One transaction per wave. A buffer is handed to TensorStore without a copy, and freed when
     its wave is committed and digested. `on_host` is called when the last value has arrived.
     """
     ctx = context(sync)
     kvstore = database(path)
-    digester = _Digester(plan.tree.leaves)
+    digester = _Digester(staged.plan.tree.leaves)
     committing: collections.deque[_Committing] = collections.deque()
     try:
-        for jobs in _waves(plan, process):
+        for number, wave in enumerate(staged.waves):
             before_wave()
+            while not staged.is_ready(number):
+                if committing:  # its memory may be what the copies wait for
+                    _settle(committing.popleft(), staged, digester)
+                else:
+                    staged.wait(number)
             transaction = ts.Transaction()
             try:
-                _fill(transaction, jobs, plan, staged, kvstore, ctx, digester)
+                _fill(transaction, wave, staged, kvstore, ctx, digester)
                 if len(committing) >= WAVES_COMMITTING:
                     _settle(committing.popleft(), staged, digester)
             except BaseException:
                 transaction.abort()
                 raise
-            committing.append(_Committing(transaction.commit_async(), jobs, digester.given))
+            future = transaction.commit_async()
+            committing.append(_Committing(number, future, digester.given))
         on_host()
         while committing:
             _settle(committing.popleft(), staged, digester)
@@ -252,30 +218,28 @@ def write(
 def _settle(wave: _Committing, staged: Staged, digester: _Digester) -> None:
     wave.future.result()
     digester.wait(wave.digested)
-    for job in wave.jobs:
-        positions = [position for part in job.parts for position, _ in part.sources]
-        staged.release(job.leaf, positions)
+    staged.free(wave.number)
 
 
 def _fill(
     transaction: ts.Transaction,
-    jobs: Sequence[_Job],
-    plan: SavePlan,
+    wave: Wave,
     staged: Staged,
     kvstore: Mapping[str, Any],
     ctx: ts.Context,
     digester: _Digester,
 ) -> None:
+    tree = staged.plan.tree
     opening = []
-    for job in jobs:
-        spec = array_spec(plan.tree, plan.tree.leaves[job.leaf], kvstore)
+    for job in wave:
+        spec = array_spec(tree, tree.leaves[job.leaf], kvstore)
         how: Any = {"create": True} if job.first else {"open": True, "assume_metadata": True}
         opening.append(ts.open(spec, context=ctx, transaction=transaction, **how))
     writing = []
-    for job, opened in zip(jobs, opening, strict=True):
-        leaf = plan.tree.leaves[job.leaf]
+    for job, opened in zip(wave, opening, strict=True):
+        leaf = tree.leaves[job.leaf]
         for part in job.parts:
-            values = _assemble(leaf, part, staged)
+            values = assemble(leaf, part, staged)
             target = opened.result()[part.box.slices] if part.box.start else opened.result()
             writing.append(target.write(values, can_reference_source_data_indefinitely=True))
             digester.give(part, values)
@@ -285,7 +249,7 @@ def _fill(
         future.copy.result()
 
 
-def _assemble(leaf: StoredLeaf, part: Part, staged: Staged) -> np.ndarray:
+def assemble(leaf: StoredLeaf, part: Part, staged: Staged) -> np.ndarray:
     """The values of a part in C order, as stored; its own shard where that is one."""
     if len(part.sources) == 1 and part.sources[0][1] == part.box:
         values = staged.get(part.leaf, part.sources[0][0])

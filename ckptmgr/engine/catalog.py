@@ -21,21 +21,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ckptmgr.core import layout, orbax_format
 from ckptmgr.core.manifest import FormatError, Manifest
+from ckptmgr.engine import owners
+from ckptmgr.engine.recovery import remove_attempt, remove_if_possible
 from ckptmgr.engine.store import Store
 from ckptmgr.errors import Problem, StepExists, StoreError
 from ckptmgr.events import Clock
 
 logger = logging.getLogger("ckptmgr")
 
-FOREIGN_LEASE_SECONDS = 24 * 3600.0
-"""A temporary directory of another host is nobody's when nothing in it changed for this long."""
+_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class Entry:
       manifest: ours, where it is valid.
       foreign: whether Orbax wrote it.
       problem: why it is not a step; None for a committed one.
+      suspect: why its values are in doubt, of a committed step; "" where they are not.
       unreadable: set besides `problem` where storage refused to say what it is.
     """
 
@@ -63,15 +64,8 @@ class Entry:
     manifest: Manifest | None = None
     foreign: bool = False
     problem: Problem | None = None
+    suspect: str = ""
     unreadable: StoreError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Leftovers:
-    """Names of intents and of trash that a sweep looks at."""
-
-    intents: tuple[str, ...]
-    trash: tuple[str, ...]
 
 
 _NO_MANIFEST = Problem(layout.MANIFEST, "missing")
@@ -126,11 +120,13 @@ class Catalog:
         if manifest.step != step:
             why = f"it is the manifest of step {manifest.step}; rename the directory to that number"
             return Entry(step, problem=Problem(layout.MANIFEST, why))
-        if self._record_of(step) == manifest.attempt:
-            record = layout.damaged_name(step)
+        record = layout.damaged_name(step)
+        if self._record(record).get("attempt") == manifest.attempt:
             why = f"found damaged by an earlier restore, see {self.store.path(record)}"
             return Entry(step, problem=Problem(record, why))
-        return Entry(step, manifest)
+        doubt = self._record(layout.suspect_name(step))
+        suspect = str(doubt["reason"]) if doubt.get("attempt") == manifest.attempt else ""
+        return Entry(step, manifest, suspect=suspect)
 
     def mark_damaged(self, entry: Entry, reason: str) -> None:
         """Puts a step of ours aside: it is no longer listed, counted or in the way of a save.
@@ -139,19 +135,35 @@ class Catalog:
         """
         if entry.manifest is None:
             return
-        self.store.make_dir(os.path.dirname(layout.damaged_name(entry.step)))
-        record = {"attempt": entry.manifest.attempt, "reason": reason}
-        name = layout.damaged_name(entry.step)
+        self._put_record(layout.damaged_name(entry.step), entry.manifest.attempt, reason)
+
+    def mark_suspects(self, reason: str) -> tuple[int, ...]:
+        """Marks the asynchronous saves since the last heartbeat; returns their steps."""
+        entries = [entry for entry in self.committed() if entry.manifest is not None]
+        manifests = [entry.manifest for entry in entries if entry.manifest is not None]
+        last = max((m.created for m in manifests if m.kind == "heartbeat"), default=-1.0)
+        found = [m for m in manifests if m.kind == "async" and m.created > last]
+        for document in found:
+            self._put_record(layout.suspect_name(document.step), document.attempt, reason)
+        return tuple(sorted(document.step for document in found))
+
+    def _put_record(self, name: str, attempt: str, reason: str) -> None:
+        self.store.make_dir(os.path.dirname(name))
         self.store.remove_file(name)
-        self.store.put_file(name, json.dumps(record).encode())
+        self.store.put_file(name, json.dumps({"attempt": attempt, "reason": reason}).encode())
+
+    def _record(self, name: str) -> dict[str, Any]:
+        """A record about a step, empty where there is none that can be read."""
+        text = self._read_or_none(name)
+        try:
+            found = json.loads(text) if text else {}
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) and "reason" in found else {}
 
     def _record_of(self, step: int) -> str:
         """The attempt that is on record as damaged for a step, or ""."""
-        text = self._read_or_none(layout.damaged_name(step))
-        try:
-            return str(json.loads(text)["attempt"]) if text else ""
-        except (ValueError, KeyError, TypeError):
-            return ""
+        return str(self._record(layout.damaged_name(step)).get("attempt", ""))
 
     def _without_manifest(self, step: int) -> Entry | None:
         """Orbax's, ours but damaged, or no step at all."""
@@ -198,7 +210,7 @@ class Catalog:
         """Writes the intent and makes the temporary directory."""
         unique = self._new_attempt()
         attempt = Attempt(step, unique, layout.tmp_name(step, unique))
-        _LIVE.add(unique)
+        owners.LIVE.add(unique)
         try:
             self._write_intent(attempt, overwrite)
             self.store.make_dir(attempt.tmp)
@@ -209,7 +221,7 @@ class Catalog:
 
     def _write_intent(self, attempt: Attempt, replaces: bool) -> None:
         self.store.make_dir(layout.intents_dir())
-        owner = {"step": attempt.step, "tmp": attempt.tmp, "replaces": replaces, **_me()}
+        owner = {"step": attempt.step, "tmp": attempt.tmp, "replaces": replaces, **owners.me()}
         name = layout.intent_name(attempt.id)
         self.store.put_file(name, json.dumps(owner).encode())
         if replaces:
@@ -250,7 +262,7 @@ class Catalog:
 
     def _end(self, attempt: Attempt) -> None:
         self.store.remove_file(layout.intent_name(attempt.id))
-        _LIVE.discard(attempt.id)
+        owners.LIVE.discard(attempt.id)
 
     def _put_in_place(self, attempt: Attempt, final: str, overwrite: bool) -> None:
         """Renames; where something is in the way, deals with that and looks again, since other
@@ -327,26 +339,16 @@ class Catalog:
                     self.store.rename(old, final)
                 raise
             if not placed:
-                self._remove_later_if_not_now(old)
+                remove_if_possible(self.store, old)
                 return False
             self.store.sync_path("")
-        self._remove_later_if_not_now(old)
+        remove_if_possible(self.store, old)
         return True
-
-    def _remove_later_if_not_now(self, trash: str) -> None:
-        """Nobody sees it any more; bytes that stay go at a next start."""
-        try:
-            self.store.remove_tree(trash)
-        except StoreError as exc:
-            logger.warning("leftovers remain: %s", exc)
 
     def abandon(self, attempt: Attempt) -> None:
         """Removes what a failed attempt left; what cannot be removed now goes at a next start."""
-        _LIVE.discard(attempt.id)
         try:
-            if self.store.exists(attempt.tmp):
-                self.store.remove_tree(attempt.tmp)
-            self.store.remove_file(layout.intent_name(attempt.id))
+            remove_attempt(self.store, attempt.id, attempt.tmp)
         except StoreError as exc:
             logger.warning("step %d: leftovers of the failed save remain: %s", attempt.step, exc)
 
@@ -363,6 +365,7 @@ class Catalog:
             if isinstance(exc.__cause__, FileNotFoundError):
                 return False  # somebody else deleted it meanwhile
             raise
+        self.store.remove_file(layout.suspect_name(step))
         return True
 
     def _discard(self, name: str, step: int, unique: str) -> None:
@@ -371,141 +374,3 @@ class Catalog:
         self.store.make_dir(layout.trash_dir())
         self.store.rename(name, trash)
         self.store.remove_tree(trash)
-
-    # -- after a crash ----------------------------------------------------------------------
-
-    def recover(self) -> None:
-        """Finishes or undoes replacements that a crash cut in two. Quick; call before reading."""
-        for unique, owner in self._intents():
-            if owner.get("replaces") and (_is_dead(unique, owner) or self._is_stale(unique, owner)):
-                self._finish_replacement(unique, owner)
-
-    def _finish_replacement(self, unique: str, owner: dict[str, Any]) -> None:
-        final, tmp = layout.step_name(owner["step"]), owner["tmp"]
-        old = layout.trash_name(owner["step"], unique)
-        if self.store.exists(final) or not self.store.exists(old):
-            return
-        whole = self.store.exists(f"{tmp}/{layout.MANIFEST}")
-        self.store.rename(tmp if whole else old, final)
-        self.store.sync_path("")
-
-    def leftovers(self) -> Leftovers:
-        """What lies there now and may be nobody's; only lists names."""
-        return Leftovers(
-            tuple(self.store.names(layout.intents_dir())),
-            tuple(self.store.names(layout.trash_dir())),
-        )
-
-    def sweep(self, found: Leftovers) -> None:
-        """Removes what of `found` is provably nobody's: attempts whose process is gone, and trash.
-
-        Each leftover on its own: one that cannot be removed does not keep the others.
-        """
-        owned = set()
-        known = set()
-        for unique, owner in self._intents():
-            known.add(f"{unique}.json")
-            if f"{unique}.json" not in found.intents:
-                continue
-            if _is_dead(unique, owner) or self._is_stale(unique, owner):
-                self.abandon(Attempt(owner["step"], unique, owner["tmp"]))
-            else:
-                owned.add(os.path.basename(layout.trash_name(owner["step"], unique)))
-        for name in found.trash:
-            if name not in owned:
-                self._remove_later_if_not_now(f"{layout.trash_dir()}/{name}")
-        self._sweep_unreadable([name for name in found.intents if name not in known])
-
-    def _sweep_unreadable(self, intents: list[str]) -> None:
-        """Intents that nobody can read, and what they own, once both are old."""
-        for name in intents:
-            path = f"{layout.intents_dir()}/{name}"
-            unique = layout.parse_intent(name)
-            found = [(tmp, layout.parse_tmp(tmp)) for tmp in self.store.names()]
-            own = [tmp for tmp, parsed in found if parsed and parsed[1] == unique]
-            newest = max(self.store.modified(place) for place in (path, *own))
-            if self._clock.time() - newest > FOREIGN_LEASE_SECONDS:
-                for place in (*own, path):
-                    self._remove_later_if_not_now(place)
-
-    def _intents(self) -> list[tuple[str, dict[str, Any]]]:
-        found = []
-        for name in self.store.names(layout.intents_dir()):
-            unique = layout.parse_intent(name)
-            text = unique and self._read_or_none(layout.intent_name(unique))
-            if not unique or not text:
-                continue
-            try:
-                owner = json.loads(text)
-                tmp = layout.parse_tmp(owner["tmp"])
-            except (ValueError, KeyError, TypeError):
-                continue
-            if tmp == (owner.get("step"), unique):
-                found.append((unique, owner))
-        return found
-
-    def _is_stale(self, unique: str, owner: dict[str, Any]) -> bool:
-        """Of another host, and neither it nor anything of its directory changed for long."""
-        me = _me()
-        if owner.get("host") == me["host"] and owner.get("pid_ns") == me["pid_ns"]:
-            return False
-        places = (layout.intent_name(unique), owner["tmp"])
-        newest = max(self.store.modified(place) for place in places)
-        return self._clock.time() - newest > FOREIGN_LEASE_SECONDS
-
-
-_TRIES = 100
-
-_LIVE: set[str] = set()
-"""Attempts under way in this process."""
-
-
-def _me() -> dict[str, Any]:
-    """Who this process is, so that another can tell whether it still lives."""
-    pid = os.getpid()
-    return {
-        "host": socket.gethostname(),
-        "boot": _read_text("/proc/sys/kernel/random/boot_id"),
-        "pid_ns": _link("/proc/self/ns/pid"),
-        "pid": pid,
-        "started": _start_time(pid),
-    }
-
-
-def _is_dead(unique: str, owner: dict[str, Any]) -> bool:
-    """Whether the owner ran on this very system and does so no more, or gave the attempt up."""
-    me = _me()
-    if owner.get("host") != me["host"]:
-        return False
-    if owner.get("boot") != me["boot"]:
-        return True
-    if owner.get("pid_ns") != me["pid_ns"]:
-        return False
-    if (owner.get("pid"), owner.get("started")) == (me["pid"], me["started"]):
-        return unique not in _LIVE
-    return _start_time(owner.get("pid", 0)) != owner.get("started")
-
-
-def _start_time(pid: int) -> str:
-    """Clock ticks since boot when a process started: with its number, unique until reboot.
-
-    "" for a process that is no more; a zombie is none.
-    """
-    text = _read_text(f"/proc/{pid}/stat")
-    fields = text.rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
-
-
-def _read_text(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""

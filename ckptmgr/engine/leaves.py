@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,16 +66,18 @@ class Survey:
       stored: how it will lie on disk.
       sources: per leaf a device array, a host array that is still the user's, or None.
       shards: per leaf its distinct shards.
+      keep: numbers of the leaves that are stored, where rules leave some out.
     """
 
     flat: tree.Flat
     stored: StoredTree
     sources: tuple[Source, ...]
     shards: tuple[tuple[Shard, ...], ...]
+    keep: tuple[int, ...] | None = None
 
 
 def survey(state: Any, storage: Storage, places: shardings.PlacesCache, step: int) -> Survey:
-    """Classifies every leaf of `state`.
+    """Classifies every leaf of `state`; `sources_of` is enough for another of its structure.
 
     Raises:
       UnsupportedLeaf: a leaf or dict key that cannot be stored.
@@ -84,7 +86,8 @@ def survey(state: Any, storage: Storage, places: shardings.PlacesCache, step: in
     flat = tree.flatten(state)
     rules = [_rule_for(storage, path) for path in flat.paths]
     keep = [i for i, rule in enumerate(rules) if not (rule and rule.exclude)]
-    if len(keep) < len(rules):
+    excluded = len(keep) < len(rules)
+    if excluded:
         flat = _without(flat, keep)
         rules = [rules[i] for i in keep]
     names = layout.array_names(flat.paths)
@@ -128,7 +131,47 @@ def survey(state: Any, storage: Storage, places: shardings.PlacesCache, step: in
         storage.driver,
         storage.compression,
     )
-    return Survey(flat, tree_on_disk, tuple(sources), tuple(shards))
+    kept = tuple(keep) if excluded else None
+    return Survey(flat, tree_on_disk, tuple(sources), tuple(shards), kept)
+
+
+def signature(value: Any) -> Hashable:
+    """What `survey` finds out about a leaf depends on no more than this and its place in the tree.
+
+    Raises TypeError for a leaf that must be looked at each time.
+    """
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        return value.shape, value.dtype, value.sharding
+    kind: Any = type(value)
+    if kind is np.ndarray:
+        return kind, value.shape, value.dtype
+    if kind in (bool, float, complex) or isinstance(value, np.generic):
+        return kind
+    if kind is int and -(2**63) <= value < 2**63:
+        return kind
+    if kind is str:
+        return kind, value
+    raise TypeError(kind)
+
+
+def sources_of(
+    leaves: Sequence[StoredLeaf], values: Sequence[Any], step: int
+) -> tuple[Source, ...]:
+    """The sources of leaves whose signatures are those of a survey that gave `leaves`.
+
+    Raises SnapshotLost.
+    """
+    return tuple(_source(leaf, value, step) for leaf, value in zip(leaves, values, strict=True))
+
+
+def _source(leaf: StoredLeaf, value: Any, step: int) -> Source:
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            raise SnapshotLost(leaf.dotted, step)
+        return jax.random.key_data(value) if leaf.kind == "key" else value
+    if not leaf.has_array:
+        return None
+    return np.asarray(value, _SCALARS.get(leaf.pytype))
 
 
 def _rule_for(storage: Storage, path: tree.Path) -> LeafRule | None:
@@ -189,12 +232,15 @@ def _classify_array(
     return StoredLeaf(path, "array", value.shape, value.dtype.name, name), value
 
 
+_SCALARS = {"bool": "bool", "int": "int64", "float": "float64", "complex": "complex128"}
+
+
 def _classify_scalar(path: tree.Path, name: str, value: Any) -> tuple[StoredLeaf, Source]:
     kinds = ((bool, "bool"), (int, "int"), (float, "float"), (complex, "complex"))
     pytype = next(text for kind, text in kinds if isinstance(value, kind))
     if pytype == "int" and not -(2**63) <= value < 2**63:
         return StoredLeaf(path, "scalar", pytype=pytype, value=str(int(value))), None
-    dtype = {"bool": "bool", "int": "int64", "float": "float64", "complex": "complex128"}[pytype]
+    dtype = _SCALARS[pytype]
     return StoredLeaf(path, "scalar", (), dtype, name, pytype=pytype), np.asarray(value, dtype)
 
 

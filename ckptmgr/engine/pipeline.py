@@ -2,14 +2,17 @@
 
 `save()` has planned and ordered the copies; `finish_save` does the rest, on the save's own thread:
 
-    open     the intent and the temporary directory                       catalog.begin
-    write    arrays, one OCDBT transaction per wave; metadata; receipts    arrays.write, merge
-    transfer the last value is on the host; only an event             _tell_transfer
-    sync     every file and directory, bottom up                           store.sync_tree
-    publish  the manifest, then one rename                                 catalog.publish
-    retain   what the policy drops goes, now that the new step is durable  retention.decide
+    open      the intent and the temporary directory                       catalog.begin
+    write     arrays, one OCDBT transaction per wave; metadata; receipts    arrays.write, merge
+    transfer  the last value is on the host; only an event                  _OnHost
+    audit     of a heartbeat: staged copies against the arrays              audit.Audit
+    sync      every file and directory, bottom up                           store.sync_tree
+    readback  of a heartbeat: everything, from the device                   readback.read_back
+    publish   the manifest, then one rename                                 catalog.publish
+    retain    what the policy drops goes, now that the new step is durable  retention.decide
 
-A synchronous save is the same with `.result()` behind it. A save that fails anywhere before the
+A synchronous save is the same with `.result()` behind it. Where two saves may be in flight the
+second waits with its first write until the first is durable. A save that fails anywhere before the
 rename leaves nothing but a directory that the next start removes, and is raised; what fails after
 it (retention, the user's hook) is logged, for the step is there.
 """
@@ -27,16 +30,17 @@ from typing import Any
 
 from ckptmgr.core import layout, manifest, orbax_format, retention, values
 from ckptmgr.core.info import StepInfo
-from ckptmgr.core.manifest import Manifest, Receipt
-from ckptmgr.core.plan import SavePlan
+from ckptmgr.core.manifest import Manifest, Receipt, StoredTree
 from ckptmgr.core.tree import Flat, unflatten
 from ckptmgr.engine import arrays
+from ckptmgr.engine.audit import Audit
 from ckptmgr.engine.catalog import Attempt, Catalog
 from ckptmgr.engine.coord import Coordinator
-from ckptmgr.engine.snapshot import Staged
+from ckptmgr.engine.readback import read_back
+from ckptmgr.engine.snapshot import Ordering, Staged
 from ckptmgr.engine.steps import info_of
 from ckptmgr.engine.worker import SaveHandle
-from ckptmgr.errors import StoreError
+from ckptmgr.errors import AuditFailed, CorruptCheckpoint, StoreError
 from ckptmgr.events import Emitter, Event
 from ckptmgr.options import Options
 
@@ -49,8 +53,11 @@ class TreeItem:
 
     name: str
     flat: Flat
-    plan: SavePlan
     staged: Staged
+
+    @property
+    def tree(self) -> StoredTree:
+        return self.staged.plan.tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +70,34 @@ class StateItem:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Everything about one save, captured by value."""
+    """Everything about one save, captured by value.
+
+    Attributes:
+      ordering: the snapshot that is written.
+      audit: of an audited heartbeat, the snapshot that it is compared with.
+      called: monotonic time of the call of save().
+      since_heartbeat: accepted saves since the last heartbeat, this one counted; 0 for one.
+    """
 
     step: int
     kind: str
     created: float
     overwrite: bool
     items: tuple[TreeItem | StateItem, ...]
+    ordering: Ordering
+    audit: Ordering | None
     metrics: Any
     extra: Any
     topology: Mapping[str, Any]
     nbytes: int
     mode: str
-    staging_bytes: int
-    called: float  # monotonic, as is `ordered`: the call of save(), and its copies ordered
-    ordered: float
+    called: float
+    since_heartbeat: int
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that its copies take."""
+        return self.ordering.nbytes + (self.audit.nbytes if self.audit is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +143,16 @@ def finish_save(
     """
     with tools.emitter.span("save", job.step, job.nbytes, job.mode) as span:
         try:
-            document = _commit(job, tools, handle)
+            on_host = _OnHost(job, tools, handle)
+            if before is not None and not before.settled:
+                if job.ordering.arrive():
+                    on_host()
+                before.wait_settled()
+            document = _commit(job, tools, on_host)
             span.note(flush_latency=tools.emitter.since(job.called))
         finally:
-            tools.emitter.settled(job.step)
+            job.ordering.close()
+            tools.emitter.settled(handle)
     info = info_of(document)
     handle._mark_durable(info)
     if before is not None:
@@ -134,11 +160,11 @@ def finish_save(
     _after_commit(job, tools, info)
 
 
-def _commit(job: SaveJob, tools: Tools, handle: SaveHandle) -> Manifest:
+def _commit(job: SaveJob, tools: Tools, on_host: _OnHost) -> Manifest:
     with tools.emitter.span("open", job.step, mode=job.mode):
         attempt = tools.catalog.begin(job.step, job.overwrite)
     try:
-        document = _write_step(job, tools, attempt, handle._mark_staged)
+        document = _write_step(job, tools, attempt, on_host)
         with tools.emitter.span("publish", job.step, mode=job.mode):
             tools.catalog.publish(attempt, document, job.overwrite)
     except BaseException:
@@ -147,27 +173,21 @@ def _commit(job: SaveJob, tools: Tools, handle: SaveHandle) -> Manifest:
     return document
 
 
-def _write_step(
-    job: SaveJob, tools: Tools, attempt: Attempt, on_staged: Callable[[], None]
-) -> Manifest:
+def _write_step(job: SaveJob, tools: Tools, attempt: Attempt, on_host: _OnHost) -> Manifest:
     written = _Written(attempt, tools)
-    trees = [item for item in job.items if isinstance(item, TreeItem)]
-    last = next((item for item in reversed(trees) if item.plan.tree.has_arrays), None)
-    with tools.emitter.span("write", job.step, job.nbytes, job.mode):
-        chunks = {}
-        for tree in trees:
-            on_host = (lambda: _tell_transfer(job, tools)) if tree is last else (lambda: None)
-            chunks[tree.name] = _write_arrays(tree, tools, attempt, on_host)
-        on_staged()
-        tools.emitter.released(job.step)
-        for item in job.items:
-            if isinstance(item, TreeItem):
-                _write_tree_metadata(item, written, chunks[item.name], tools)
-            else:
-                _write_state(item, written, tools.coordinator.rank)
-        _write_step_metadata(job, written, tools)
+    audit = Audit(job.audit) if job.audit is not None else None
+    try:
+        with tools.emitter.span("write", job.step, job.nbytes, job.mode):
+            chunks = _write_items(job, tools, written, on_host)
+        if audit is not None:
+            _compare(job, audit, chunks, tools)
+    finally:
+        if audit is not None:
+            audit.end()
     with tools.emitter.span("sync", job.step, mode=job.mode):
         _check_complete(tools.catalog.store.sync_tree(attempt.tmp), written)
+    if job.kind == "heartbeat":
+        _read_back(job, tools, attempt, written, chunks)
     return Manifest(
         step=job.step,
         kind=job.kind,
@@ -179,16 +199,91 @@ def _write_step(
         extra=job.extra,
         topology=job.topology,
         files=written.files,
+        since_heartbeat=job.since_heartbeat,
     )
 
 
-def _tell_transfer(job: SaveJob, tools: Tools) -> None:
-    """Every value is on the host: the end of what the device has to do with a save."""
-    latency = tools.emitter.since(job.called)
-    seconds = tools.emitter.since(job.ordered)
-    tools.emitter.emit(
-        Event("transfer", job.step, seconds, job.nbytes, mode=job.mode, snapshot_latency=latency)
-    )
+Chunks = Mapping[str, tuple[manifest.Chunk, ...]]
+
+
+def _write_items(job: SaveJob, tools: Tools, written: _Written, on_host: _OnHost) -> Chunks:
+    """Arrays of all items first, so that their values leave the host soon, then metadata."""
+    trees = [item for item in job.items if isinstance(item, TreeItem)]
+    with_arrays = [item.name for item in trees if item.tree.has_arrays]
+    chunks: dict[str, tuple[manifest.Chunk, ...]] = {}
+    for tree in trees:
+        last = with_arrays[-1:] == [tree.name]
+        tell = on_host if last else lambda: None
+        chunks[tree.name] = _write_arrays(tree, tools, written.attempt, tell)
+    on_host.mark()
+    for item in job.items:
+        if isinstance(item, TreeItem):
+            _write_tree_metadata(item, written, chunks[item.name], tools)
+        else:
+            _write_state(item, written, tools.coordinator.rank)
+    _write_step_metadata(job, written, tools)
+    return chunks
+
+
+def _compare(job: SaveJob, audit: Audit, chunks: Chunks, tools: Tools) -> None:
+    """Raises AuditFailed where staged copies differ from the arrays; marks what they made."""
+    with tools.emitter.span("audit", job.step, job.nbytes, job.mode):
+        trees = [item for item in job.items if isinstance(item, TreeItem)]
+        leaves = []
+        for number, item in enumerate(trees):
+            prefix = "" if len(job.items) == 1 else f"{item.name}: "
+            for leaf in audit.differing(number, chunks[item.name]):
+                leaves.append(prefix + item.tree.leaves[leaf].dotted)
+        if leaves:
+            reason = f"the heartbeat of step {job.step} found torn copies of {leaves[0]!r}"
+            raise AuditFailed(job.step, leaves, tools.catalog.mark_suspects(reason))
+
+
+def _read_back(
+    job: SaveJob, tools: Tools, attempt: Attempt, written: _Written, chunks: Chunks
+) -> None:
+    """Everything again from the storage device. Raises CorruptCheckpoint with all problems."""
+    trees = {item.name: item.tree for item in job.items if isinstance(item, TreeItem)}
+    with tools.emitter.span("readback", job.step, job.nbytes, job.mode) as span:
+        found = read_back(
+            tools.catalog.store.path(attempt.tmp),
+            {
+                name: (tree, {(c.leaf, c.index): c.digest for c in chunks[name]})
+                for name, tree in trees.items()
+            },
+            written.files,
+        )
+        span.note(detail=found.source)
+        if found.problems:
+            raise CorruptCheckpoint(job.step, found.problems)
+
+
+class _OnHost:
+    """Tells, once, that every value is on the host: what the device has to do with a save ends."""
+
+    def __init__(self, job: SaveJob, tools: Tools, handle: SaveHandle) -> None:
+        self._job = job
+        self._emitter = tools.emitter
+        self._told = False
+        self.mark = handle._mark_staged
+
+    def __call__(self) -> None:
+        if self._told:
+            return
+        self._told = True
+        self.mark()
+        job, since = self._job, self._emitter.since
+        latency, seconds = since(job.called), since(job.ordering.started)
+        self._emitter.emit(
+            Event(
+                "transfer",
+                job.step,
+                seconds,
+                job.nbytes,
+                mode=job.mode,
+                snapshot_latency=latency,
+            )
+        )
 
 
 def _check_complete(sizes: Mapping[str, int], written: _Written) -> None:
@@ -207,21 +302,19 @@ def _write_arrays(
     store, rank = tools.catalog.store, tools.coordinator.rank
     where = f"{attempt.tmp}/{item.name}"
     store.make_dir(where)
-    if not item.plan.tree.has_arrays:
+    if not item.tree.has_arrays:
         return ()
     mine = f"{where}/{layout.container(rank)}"
     store.make_dir(mine)
     chunks = arrays.write(
-        item.plan,
         item.staged,
         store.path(mine),
-        rank,
         sync=store.durable,
         before_wave=lambda: _touch(tools, mine),
         on_host=on_host,
     )
     names = [layout.container(process) for process in range(tools.coordinator.world)]
-    array_count = sum(leaf.has_array for leaf in item.plan.tree.leaves)
+    array_count = sum(leaf.has_array for leaf in item.tree.leaves)
     arrays.merge(store.arrays(where), names, array_count + len(chunks))
     return chunks
 
@@ -234,7 +327,7 @@ def _touch(tools: Tools, where: str) -> None:
 def _write_tree_metadata(
     item: TreeItem, written: _Written, chunks: tuple[manifest.Chunk, ...], tools: Tools
 ) -> None:
-    name, tree, rank = item.name, item.plan.tree, tools.coordinator.rank
+    name, tree, rank = item.name, item.tree, tools.coordinator.rank
     sizes = tools.catalog.store.sizes(f"{written.attempt.tmp}/{name}")
     mine = layout.container(rank) + "/"
     if tree.has_arrays and f"{mine}{layout.OCDBT_MANIFEST}" not in sizes:
@@ -267,7 +360,7 @@ def _write_state(item: StateItem, written: _Written, rank: int) -> None:
 def _write_step_metadata(job: SaveJob, written: _Written, tools: Tools) -> None:
     kinds = {
         # Orbax's tree handlers refuse a tree without leaves
-        item.name: "tree" if isinstance(item, TreeItem) and item.plan.tree.leaves else "state"
+        item.name: "tree" if isinstance(item, TreeItem) and item.tree.leaves else "state"
         for item in job.items
     }
     metrics = {
@@ -303,7 +396,8 @@ def retain(tools: Tools, just_saved: int) -> tuple[int, ...]:
     infos = [
         info_of(entry.manifest)
         for entry in tools.catalog.committed()
-        if entry.manifest is not None  # what Orbax wrote is not ours to delete
+        # what Orbax wrote is not ours to delete, and what is suspect is the user's to judge
+        if entry.manifest is not None and not entry.suspect
     ]
     now = tools.emitter.clock.time()
     decision = retention.decide(infos, tools.options.retention, now, just_saved)

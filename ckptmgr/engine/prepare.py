@@ -1,25 +1,61 @@
 """From a call of `save()` to a `SaveJob`: what happens on the caller's thread.
 
-`survey` looks at everything and refuses what cannot be stored, without copying; `order` then
-captures the values. Between the two the caller may wait for a save in flight.
+`survey` looks at everything and refuses what cannot be stored, without copying; `job` says what
+is to be done; ordering its snapshot then captures the values. Between the first two the caller
+may wait for a save in flight.
+
+Trees that are saved again and again have one structure: what there is to know of it (leaves,
+plan, recipe of the copies) is worked out once and looked up by JAX's own description of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
+import jax
 
-from ckptmgr.core import layout, values
+from ckptmgr.core import layout, tree, values
 from ckptmgr.core.info import Items, is_stateful
-from ckptmgr.core.manifest import itemsize
 from ckptmgr.core.plan import SavePlan, plan_save
-from ckptmgr.engine import leaves, pipeline, shardings, snapshot
+from ckptmgr.engine import leaves, pipeline, shardings
+from ckptmgr.engine.leaves import Source
+from ckptmgr.engine.recipe import Recipe
+from ckptmgr.engine.snapshot import Ordering, Stager, Work
 from ckptmgr.errors import InvalidOption
 from ckptmgr.events import Clock
 from ckptmgr.options import Storage
+
+STRUCTURES = 8
+"""How many structures of trees are remembered."""
+
+
+@dataclass(slots=True)
+class _Structure:
+    """What all trees of one structure have in common.
+
+    Attributes:
+      flat: a tree taken apart; its own leaves are not kept.
+      plan: what this process writes.
+      keep: numbers of the leaves that are stored, None for all.
+      nbytes: bytes of its arrays.
+      recipes: mode -> how to copy it.
+    """
+
+    flat: tree.Flat
+    plan: SavePlan
+    keep: tuple[int, ...] | None
+    nbytes: int
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """One pytree to save: its structure and where its values come from."""
+
+    structure: _Structure
+    sources: tuple[Source, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +66,7 @@ class SaveRequest:
     created: float
     called: float
     overwrite: bool
-    items: tuple[tuple[str, leaves.Survey | Any], ...]
+    items: tuple[tuple[str, _Tree | Any], ...]
     metrics: Any
     extra: Any
 
@@ -40,15 +76,17 @@ class Preparer:
 
     Args:
       storage: how leaves are to be stored.
+      stager: takes the snapshots.
       clock: for the time of the call.
       rank: this process's number.
     """
 
-    def __init__(self, storage: Storage, clock: Clock, rank: int) -> None:
+    def __init__(self, storage: Storage, stager: Stager, clock: Clock, rank: int) -> None:
         self._storage = storage
+        self._stager = stager
         self._clock = clock
         self._rank = rank
-        self._places = shardings.PlacesCache()
+        self._structures: dict[Hashable, _Structure] = {}
 
     def survey(
         self,
@@ -79,52 +117,88 @@ class Preparer:
             _encoded("extra", extra),
         )
 
-    def _item(self, step: int, name: str, item: Any) -> leaves.Survey | Any:
+    def _item(self, step: int, name: str, item: Any) -> _Tree | Any:
         if not layout.is_item_name(name):
             raise InvalidOption(f"{name!r} cannot be the name of an item")
         if is_stateful(item):
             return _encoded(f"the state of item {name!r}", item.get_state())
-        return leaves.survey(item, self._storage, self._places, step)
+        key, found = _key(item)
+        known = self._structures.get(key) if key is not None else None
+        if known is not None:
+            kept = found if known.keep is None else [found[i] for i in known.keep]
+            return _Tree(known, leaves.sources_of(known.plan.tree.leaves, kept, step))
+        survey = leaves.survey(item, self._storage, self._stager.places, step)
+        plan = plan_save(survey.stored, survey.shards, self._rank)
+        nbytes = sum(leaf.nbytes for leaf in plan.tree.leaves)
+        structure = _Structure(replace(survey.flat, leaves=()), plan, survey.keep, nbytes)
+        if key is not None:
+            while len(self._structures) >= STRUCTURES:
+                del self._structures[next(iter(self._structures))]
+            self._structures[key] = structure
+        return _Tree(structure, survey.sources)
 
-    def order(self, request: SaveRequest, mode: str) -> pipeline.SaveJob:
-        """Orders the copies: from here on the values are those of the call."""
+    def job(
+        self,
+        request: SaveRequest,
+        *,
+        kind: str,
+        mode: str,
+        since_heartbeat: int,
+        audit_mode: str | None,
+    ) -> pipeline.SaveJob:
+        """What is to be done. Raises InvalidOption where the mode cannot be kept strictly.
+
+        The copies are not ordered yet. With `audit_mode` values are read directly, and staged in
+        that mode besides.
+        """
+        trees = [(name, item) for name, item in request.items if isinstance(item, _Tree)]
+        ordering = self._order(request.step, "direct" if audit_mode else mode, trees)
+        staged = dict(zip((name for name, _ in trees), ordering.staged, strict=True))
         items: list[pipeline.TreeItem | pipeline.StateItem] = []
-        tables = []
-        nbytes = staging_bytes = 0
-        for name, survey in request.items:
-            if not isinstance(survey, leaves.Survey):
-                items.append(pipeline.StateItem(name, survey))
-                continue
-            plan = plan_save(survey.stored, survey.shards, self._rank)
-            staged = snapshot.order(mode, request.step, plan, survey.sources, self._places)
-            items.append(pipeline.TreeItem(name, survey.flat, plan, staged))
-            tables.append(survey.stored.shardings)
-            nbytes += sum(leaf.nbytes for leaf in survey.stored.leaves)
-            staging_bytes += _staging_bytes(mode, plan, survey.sources)
+        for name, item in request.items:
+            if isinstance(item, _Tree):
+                items.append(pipeline.TreeItem(name, item.structure.flat, staged[name]))
+            else:
+                items.append(pipeline.StateItem(name, item))
+        stored = [item.structure.plan.tree for _, item in trees]
+        topology = shardings.topology([tree.shardings for tree in stored])
         return pipeline.SaveJob(
             step=request.step,
-            kind="sync" if mode == "sync" else "async",
+            kind=kind,
             created=request.created,
             overwrite=request.overwrite,
             items=tuple(items),
+            ordering=ordering,
+            audit=self._order(request.step, audit_mode, trees) if audit_mode else None,
             metrics=request.metrics,
             extra=request.extra,
-            topology={**shardings.topology(tables), "versions": pipeline.versions()},
-            nbytes=nbytes,
+            topology={**topology, "versions": pipeline.versions()},
+            nbytes=sum(item.structure.nbytes for _, item in trees),
             mode=mode,
-            staging_bytes=staging_bytes,
             called=request.called,
-            ordered=self._clock.monotonic(),
+            since_heartbeat=since_heartbeat,
         )
 
+    def _order(self, step: int, mode: str, trees: Sequence[tuple[str, _Tree]]) -> Ordering:
+        works = []
+        for _, item in trees:
+            recipes = item.structure.recipes
+            if mode not in recipes:
+                plan, sources = item.structure.plan, item.sources
+                recipes[mode] = self._stager.recipe(mode, plan, sources, self._rank)
+            works.append(Work(recipes[mode], item.sources))
+        return self._stager.order(step, works)
 
-def _staging_bytes(mode: str, plan: SavePlan, sources: Sequence[leaves.Source]) -> int:
-    """Host memory that the copies of a snapshot take; `sync` copies numpy arrays alone."""
-    return sum(
-        part.box.size * itemsize(plan.tree.leaves[part.leaf].stored_dtype)
-        for part in plan.parts
-        if mode != "sync" or isinstance(sources[part.leaf], np.ndarray)
-    )
+
+def _key(item: Any) -> tuple[Hashable | None, list[Any]]:
+    """A key that trees of one structure share, None where there is none, and the leaves."""
+    try:
+        found, treedef = jax.tree_util.tree_flatten(item)
+        key = (treedef, tuple(map(leaves.signature, found)))
+        hash(key)
+    except Exception:  # `survey` says what is wrong, if something is
+        return None, []
+    return key, found
 
 
 def _encoded(what: str, value: Any) -> Any:

@@ -31,21 +31,22 @@ SMALL_BYTES = 2**20
 
 Digests = Mapping[tuple[int, Shape], str]
 
+Opening = Any
+"""The future of an array that is being opened, or None where a unit is read by its key."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class Asked:
     """A unit that was asked for.
 
     Attributes:
       unit: what was asked for.
-      values: where its elements go: a part of the target itself, or an array of their own.
-      direct: whether that is the target.
+      values: where its elements go, right once it is settled.
       future: TensorStore's; of the chunk's bytes where `by_key`, else of the filled array.
     """
 
     unit: Unit
     values: np.ndarray
-    direct: bool
     future: Any
     by_key: bool
 
@@ -104,28 +105,66 @@ class Reader:
 
         Raises CorruptCheckpoint for whatever cannot be read or has another digest.
         """
-        by_key = {id(unit) for unit in units if self._goes_by_key(unit)}
-        opening = {
-            unit.leaf: self._open(self._tree.leaves[unit.leaf])
-            for unit in units
-            if id(unit) not in by_key
-        }
-        pending: collections.deque[_Pending] = collections.deque()
+        pending: collections.deque[tuple[Asked, bool]] = collections.deque()
         ahead = 0
-        for unit in units:
+        for unit, opening in zip(units, self.begin(units), strict=True):
             leaf = self._tree.leaves[unit.leaf]
             values, direct = _place_for(unit, leaf, wanted[unit.leaf], into[unit.leaf])
-            if id(unit) in by_key:
-                future: Any = self._ask_by_key(leaf, unit.chunks[0])
-            else:
-                array = self._checked(leaf, opening[unit.leaf])
-                future = _read_into(values, array[unit.box.slices] if unit.box.start else array)
-            pending.append(_Pending(unit, values, direct, future, id(unit) in by_key))
+            pending.append((self.ask(unit, opening, values), direct))
             ahead += values.nbytes
             while ahead > READ_AHEAD_BYTES and len(pending) > 1:
-                ahead -= self._finish(pending.popleft(), wanted, into)
+                ahead -= self._finish(*pending.popleft(), wanted, into)
         while pending:
-            self._finish(pending.popleft(), wanted, into)
+            self._finish(*pending.popleft(), wanted, into)
+
+    def begin(self, units: Sequence[Unit]) -> list[Opening]:
+        """Starts to open the array of each unit, once per leaf; None where a key is enough."""
+        opening: dict[int, Opening] = {}
+        found: list[Opening] = []
+        for unit in units:
+            if self._goes_by_key(unit):
+                found.append(None)
+                continue
+            if unit.leaf not in opening:
+                opening[unit.leaf] = self._open(self._tree.leaves[unit.leaf])
+            found.append(opening[unit.leaf])
+        return found
+
+    def ask(self, unit: Unit, opening: Opening, values: np.ndarray) -> Asked:
+        """Starts to read a unit that was begun into `values`.
+
+        Raises CorruptCheckpoint where its array is not the one that the tree names.
+        """
+        leaf = self._tree.leaves[unit.leaf]
+        if opening is None:
+            return Asked(unit, values, self._ask_by_key(leaf, unit.chunks[0]), True)
+        array = self._checked(leaf, opening)
+        future = _read_into(values, array[unit.box.slices] if unit.box.start else array)
+        return Asked(unit, values, future, False)
+
+    def settle(self, asked: Asked) -> None:
+        """Waits until a unit's values are there and compares their digest.
+
+        Raises CorruptCheckpoint with one problem, which names leaf and box.
+        """
+        unit, values = asked.unit, asked.values
+        leaf = self._tree.leaves[unit.leaf]
+        try:
+            found = asked.future.result()
+        except ValueError as exc:
+            raise self._corrupt(
+                leaf, f"box {unit.box} cannot be read ({exc})", not _is_damage(str(exc))
+            ) from exc
+        if asked.by_key:
+            data = found.value  # a copy each time
+            if found.state != "value" or len(data) != values.nbytes:
+                there = f"{len(data)} bytes" if found.state == "value" else "missing"
+                raise self._corrupt(leaf, f"the chunk of box {unit.box} is {there}")
+            values[...] = np.frombuffer(data, values.dtype).reshape(values.shape)
+        for index in unit.chunks:
+            known = self._digests.get((unit.leaf, index))
+            if known and arrays.digest(values) != known:
+                raise self._corrupt(leaf, f"box {unit.box} has other bytes than were saved")
 
     def _goes_by_key(self, unit: Unit) -> bool:
         """A whole chunk with a digest, small, and stored as its plain bytes without padding."""
@@ -160,29 +199,16 @@ class Reader:
 
     def _finish(
         self,
-        asked: _Pending,
+        asked: Asked,
+        direct: bool,
         wanted: Mapping[int, Sequence[Box]],
         into: Mapping[int, Sequence[np.ndarray]],
     ) -> int:
-        """Waits for a unit, verifies it and hands it on; returns its size in bytes."""
+        """Settles a unit and hands it on unless it lies in its target; returns its bytes."""
+        self.settle(asked)
         unit, values = asked.unit, asked.values
         leaf = self._tree.leaves[unit.leaf]
-        try:
-            found = asked.future.result()
-        except ValueError as exc:
-            raise self._corrupt(
-                leaf, f"box {unit.box} cannot be read ({exc})", not _is_damage(str(exc))
-            ) from exc
-        if asked.by_key:
-            if found.state != "value" or len(found.value) != values.nbytes:
-                there = f"{len(found.value)} bytes" if found.state == "value" else "missing"
-                raise self._corrupt(leaf, f"the chunk of box {unit.box} is {there}")
-            values[...] = np.frombuffer(found.value, values.dtype).reshape(values.shape)
-        for index in unit.chunks:
-            known = self._digests.get((unit.leaf, index))
-            if known and arrays.digest(values) != known:
-                raise self._corrupt(leaf, f"box {unit.box} has other bytes than were saved")
-        if not asked.direct:
+        if not direct:
             logical = values.view(leaf.dtype) if leaf.dtype else values
             for i in unit.targets:
                 common = boxes.intersect(unit.box, wanted[unit.leaf][i])

@@ -162,6 +162,15 @@ def has_pinned_host(device: Any) -> bool:
     return _PINNED[key]
 
 
+def is_on_host(array: jax.Array) -> bool:
+    """Whether the host reads the array's memory as it is."""
+    device: Any = next(iter(array.sharding.device_set))
+    return device.platform == "cpu" or array.sharding.memory_kind in _HOST_KINDS
+
+
+_HOST_KINDS = ("pinned_host", "unpinned_host")
+
+
 def single(device: Any, memory_kind: str | None) -> SingleDeviceSharding:
     return SingleDeviceSharding(device, memory_kind=memory_kind)
 

@@ -1,6 +1,6 @@
 """Device to host: what `save()` does before it returns.
 
-Contract, the same in every mode. When `order` has returned,
+Contract, the same in every mode. When the last wave of a snapshot has been ordered,
 
 1. donating, deleting, mutating or overwriting any leaf does not change what is saved;
 2. no view of a device buffer is held (such a view makes JAX refuse donation without a word);
@@ -8,11 +8,18 @@ Contract, the same in every mode. When `order` has returned,
 
 How each mode keeps it:
 
-- `copy_on_write`: the copies to host memory are *ordered* here, in one batched `device_put` on the
-  caller's thread; the runtime performs each before any later donated use of its buffer. Waiting
-  for them and writing them is the background thread's work.
-- `sync`: nothing is copied; the caller waits until everything is written, so the values are read
-  where they lie.
+- `copy_on_write`: the copies to host memory are *ordered* here, on the caller's thread; the runtime
+  performs each before any later donated use of its buffer. Waiting for them and writing them is
+  the background thread's work. Their memory is freed wave by wave as it is written.
+- `double_buffer`: the same, into buffers that an earlier save has left. A compiled copy gets such
+  a buffer as a donation, so that its memory is written over; the runtime performs it in the same
+  order. Two saves in flight use two sets of buffers.
+- `sync`: values that the host can read where they lie are not copied; the caller waits until
+  everything is written. Those of an accelerator are transferred as above.
+- `direct` (the audit's other side): nothing is copied ahead, each value is read by itself.
+
+With a bound on host memory the copies are ordered wave by wave, each as soon as earlier ones have
+been written; `rest` returns when the last is ordered.
 
 Not guaranteed: anything about a thread other than the caller's that changes leaves during the call.
 """
@@ -20,112 +27,395 @@ Not guaranteed: anything about a thread other than the caller's that changes lea
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from ckptmgr.core.plan import SavePlan
-from ckptmgr.engine import shardings
+from ckptmgr.engine import recipe, shardings
 from ckptmgr.engine.leaves import Source
-from ckptmgr.errors import SnapshotLost
+from ckptmgr.engine.memory import HostMemory
+from ckptmgr.engine.programs import Programs
+from ckptmgr.engine.recipe import Load, Member, Recipe
+from ckptmgr.errors import InvalidOption, SaveFailed, SnapshotLost
+from ckptmgr.options import Snapshot
 
 logger = logging.getLogger("ckptmgr")
 
+WAVE_BYTES = 64 * 2**20
+"""Array bytes per OCDBT transaction; less where host memory is bounded."""
+
+WAVES_PER_LIMIT = 4
+"""One wave is filled while others are on their way to disk; all lie within the bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One item to copy: how, and from what."""
+
+    recipe: Recipe
+    sources: Sequence[Source]
+
+
+class Stager:
+    """Takes the snapshots of one manager.
+
+    Args:
+      options: mode and bounds.
+    """
+
+    ordering: type[Ordering]
+
+    def __init__(self, options: Snapshot) -> None:
+        self.memory = HostMemory(options.host_bytes)
+        self.programs = Programs()
+        self.places = shardings.PlacesCache()
+        self._options = options
+        limit = options.host_bytes
+        self._wave_bytes = WAVE_BYTES
+        if limit is not None:
+            self._wave_bytes = max(1, min(WAVE_BYTES, limit // WAVES_PER_LIMIT))
+        self._warned = False
+
+    def recipe(self, mode: str, plan: SavePlan, sources: Sequence[Source], rank: int) -> Recipe:
+        """How to copy a tree of this structure.
+
+        Raises InvalidOption where `Snapshot.strict` is set and the mode or the bound on host
+        memory cannot be kept.
+        """
+        whole = None if self._options.host_bytes is None else self._wave_bytes
+        made = recipe.make(mode, plan, sources, self.places, rank, self._wave_bytes, whole)
+        self._check(made, mode)
+        return made
+
+    def _check(self, made: Recipe, mode: str) -> None:
+        limit = self._options.host_bytes
+        for wave, loads in zip(made.waves, made.loads, strict=True):
+            if any(load.how == "now" for load in loads):
+                self._no_pinned_host(mode)
+            nbytes = sum(load.nbytes for load in loads)
+            if self._options.strict and limit is not None and nbytes > limit:
+                leaf = made.plan.tree.leaves[wave[0].leaf].dotted
+                raise InvalidOption(
+                    f"leaf {leaf!r}: {nbytes} bytes of it have to be copied at once, more than "
+                    f"Snapshot.host_bytes={limit}, and strict=True; raise the budget or shard the "
+                    "leaf further"
+                )
+
+    def _no_pinned_host(self, mode: str) -> None:
+        text = f"this backend has no pinned_host memory, which mode {mode!r} needs"
+        if self._options.strict:
+            raise InvalidOption(f"{text}, and strict=True; Snapshot(mode='sync') does without")
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s; save() copies everything before it returns", text)
+
+    def order(self, step: int, works: Sequence[Work]) -> Ordering:
+        """A snapshot of the items; `first` and `rest` order its copies."""
+        bounded = self._options.host_bytes is not None
+        return self.ordering(step, works, self.memory, self.programs, bounded)
+
+    def learn(self) -> None:
+        """Compiles in the background what the last snapshot would have liked to use."""
+        self.programs.compile_wanted()
+
+    def close(self) -> None:
+        """Ends the background compilation."""
+        self.programs.close()
+
+
+class Ordering:
+    """One snapshot under way. The caller's thread orders its waves, the save's thread uses them.
+
+    Attributes:
+      staged: for each item its values.
+      nbytes: host memory of all copies.
+      waited: seconds spent waiting for host memory.
+      started: monotonic time when the first copy was ordered.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        works: Sequence[Work],
+        memory: HostMemory,
+        programs: Programs,
+        bounded: bool,
+    ) -> None:
+        self.nbytes = sum(work.recipe.nbytes for work in works)
+        self.waited = 0.0
+        self.started = time.monotonic()
+        self._step = step
+        self._memory = memory
+        self._programs = programs
+        self._bounded = bounded
+        self._thread = threading.current_thread()
+        self._changed = threading.Condition()
+        self._ordered = 0
+        self._starved = False
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._waves: list[tuple[Staged, tuple[Load, ...]]] = []
+        staged = []
+        for work in works:
+            one = Staged(self, work, len(self._waves), memory)
+            staged.append(one)
+            self._waves += [(one, loads) for loads in work.recipe.loads]
+        self.staged = tuple(staged)
+        memory.keep_only(set().union(*(work.recipe.kinds for work in works)))
+
+    @property
+    def started_any(self) -> bool:
+        return self._ordered > 0
+
+    @property
+    def all_ordered(self) -> bool:
+        return self._ordered == len(self._waves)
+
+    def first(self) -> None:
+        """Orders everything, or, where host memory is bounded, the first wave."""
+        if self._waves:
+            self._order(1 if self._bounded else len(self._waves))
+
+    def rest(self) -> None:
+        """Orders what is left, waiting for memory; returns early if the save has failed."""
+        while not self.all_ordered and not self._closed:
+            self._order(self._ordered + 1)
+
+    def arrive(self) -> bool:
+        """Waits until every value is on the host; False where not all copies are ordered yet."""
+        if not self.all_ordered:
+            return False
+        jax.block_until_ready([list(staged._values.values()) for staged in self.staged])
+        return True
+
+    def close(self) -> None:
+        """Gives back all memory: the save has ended, well or not."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._memory.wake()
+        for staged in self.staged:
+            staged._drop_all()
+
+    def is_ready(self, wave: int) -> bool:
+        return self._ordered > wave
+
+    def wait(self, wave: int) -> None:
+        """Waits until a wave is ordered; the caller has nothing to give back before it is."""
+        if threading.current_thread() is self._thread:
+            while self._ordered <= wave:
+                self._starved = True
+                self._order(self._ordered + 1)
+            return
+        with self._changed:
+            self._starved = True
+            self._memory.wake()
+            self._changed.wait_for(
+                lambda: self._ordered > wave or self._closed or self._failure is not None
+            )
+            self._starved = False
+        if self._failure is not None:
+            raise self._failure
+        if self._ordered <= wave:
+            raise SaveFailed(self._step, "the snapshot was given up")
+
+    def _order(self, until: int) -> None:
+        """Orders the waves up to number `until`, all in one batch."""
+        batch = [
+            (staged, load) for staged, loads in self._waves[self._ordered : until] for load in loads
+        ]
+        try:
+            buffers, waited = self._memory.reserve(
+                [(load.kind, load.nbytes) for _, load in batch],
+                lambda: self._starved or self._closed,
+            )
+            self.waited += waited
+            try:
+                if not self._closed:
+                    self._copy(batch, buffers)
+            finally:
+                for staged, load in batch:
+                    if not staged._holds(load):
+                        self._memory.release(load.nbytes)
+        except BaseException as exc:
+            with self._changed:
+                self._failure = exc
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._ordered = until
+            self._changed.notify_all()
+        if self.all_ordered:
+            for staged in self.staged:
+                staged._forget_sources()
+        if self._closed:  # the save failed meanwhile
+            for staged in self.staged:
+                staged._drop_all()
+
+    def _copy(self, batch: Sequence[tuple[Staged, Load]], buffers: Sequence[Any]) -> None:
+        puts: list[tuple[Staged, Load, int, int | None]] = []
+        for (staged, load), buffer in zip(batch, buffers, strict=True):
+            if load.how == "host":
+                staged._set(load, _copy_array(staged.source(load.leaf), buffer))
+            elif load.how == "now":
+                array = staged.source(load.leaf).addressable_data(load.position)
+                staged._set(load, np.array(array, copy=True))
+            elif load.how == "view":
+                staged._set(load, staged.source(load.leaf))
+            elif not self._run_program(staged, load, buffer):
+                puts += [(staged, load, leaf, at) for leaf, at in _members(load)]
+        self._put(puts)
+
+    def _run_program(self, staged: Staged, load: Load, buffer: Any) -> bool:
+        """Copies with the load's program; False where there is none that fits."""
+        if load.program is None:
+            return False
+        program = self._programs.get(load.program)
+        if program is None or (load.kind is not None and buffer is None):
+            return False
+        arrays = [staged.piece(leaf, position) for leaf, position in _members(load)]
+        try:
+            copied = program(*arrays) if load.kind is None else program(buffer, *arrays)
+        except (ValueError, TypeError, RuntimeError) as exc:
+            if not any(array.is_deleted() for array in arrays):
+                self._programs.drop(load.program, exc)
+            return False
+        staged._set(load, copied)
+        return True
+
+    def _put(self, puts: Sequence[tuple[Staged, Load, int, int | None]]) -> None:
+        """Plain transfers, all in one call."""
+        if not puts:
+            return
+        arrays = [staged.piece(leaf, position) for staged, _, leaf, position in puts]
+        targets = [shardings.pinned_host(array.sharding) for array in arrays]
+        try:
+            # may_alias=False: what lies in host memory already must be copied all the same
+            copies = jax.device_put(arrays, targets, may_alias=False)
+        except RuntimeError as exc:
+            lost = next((i for i, array in enumerate(arrays) if array.is_deleted()), None)
+            if lost is None:
+                raise
+            staged, _, leaf, _ = puts[lost]
+            raise SnapshotLost(staged.plan.tree.leaves[leaf].dotted, self._step) from exc
+        for (staged, load, leaf, position), copy in zip(puts, copies, strict=True):
+            if load.members:
+                staged._set_member(load, leaf, position, copy)
+            else:
+                staged._set(load, copy)
+
+
+Stager.ordering = Ordering
+
+
+def _members(load: Load) -> list[tuple[int, int | None]]:
+    """(leaf, position) of every array that a load copies."""
+    return [(m.leaf, m.position) for m in load.members] or [(load.leaf, load.position)]
+
+
+def _copy_array(source: np.ndarray, buffer: np.ndarray | None) -> np.ndarray:
+    if buffer is None:
+        return np.array(source, order="C", copy=True)
+    np.copyto(buffer, source)
+    return buffer
+
 
 class Staged:
-    """Values on their way to, or on, the host; holds them until `release`."""
+    """The values of one item on their way to, or on, the host."""
 
-    def __init__(self, held: dict[tuple[int, int], Any], whole: dict[int, Any]) -> None:
-        self._held = held
-        self._whole = whole
+    def __init__(self, ordering: Ordering, work: Work, first: int, memory: HostMemory) -> None:
+        self.mode = work.recipe.mode
+        self.plan = work.recipe.plan
+        self.waves = work.recipe.waves
+        self._recipe = work.recipe
+        self._sources: list[Source] = list(work.sources)
+        self._ordering = ordering
+        self._first = first
+        self._memory = memory
+        self._values: dict[Load, Any] = {}
+        self._flats: dict[Load, dict[int, np.ndarray]] = {}
+
+    # -- for the writer -----------------------------------------------------------------------
+
+    def is_ready(self, wave: int) -> bool:
+        """Whether the copies of a wave are ordered."""
+        return self._ordering.is_ready(self._first + wave)
+
+    def wait(self, wave: int) -> None:
+        """Waits until they are; call it with nothing left to free. Raises what went wrong."""
+        self._ordering.wait(self._first + wave)
 
     def get(self, leaf: int, position: int) -> np.ndarray:
-        """The values of one local shard; waits for its transfer."""
-        if leaf in self._whole:
-            value = self._whole[leaf]
-            if isinstance(value, np.ndarray):
-                return value
-            return np.asarray(value.addressable_data(position))
-        return np.asarray(self._held[leaf, position])
+        """The values of one local shard of an ordered wave; waits for their transfer."""
+        where = self._recipe.where
+        key: tuple[int, int | None] = (leaf, position)
+        load = where.get(key)
+        if load is None:
+            key = (leaf, None)
+            load = where[key]
+        value = self._values[load]
+        if load.members:
+            if isinstance(value, dict):
+                value = value[key]
+            else:
+                return self._from_flat(load, value, self._recipe.members[key], position)
+        if isinstance(value, np.ndarray):
+            return value
+        single = key[1] is not None and load.how != "view"
+        return np.asarray(value.addressable_data(0 if single else position))
 
-    def release(self, leaf: int, positions: Sequence[int]) -> None:
-        """Drops what will not be asked for again."""
-        self._whole.pop(leaf, None)
-        for position in positions:
-            self._held.pop((leaf, position), None)
+    def _from_flat(self, load: Load, value: Any, member: Member, position: int) -> np.ndarray:
+        at = position if member.position is None else 0
+        flats = self._flats.setdefault(load, {})
+        if at not in flats:
+            flats[at] = np.asarray(value.addressable_data(at))
+        words = flats[at][member.start : member.start + member.size]
+        return words.view(member.dtype).reshape(member.shape)
 
+    def free(self, wave: int) -> None:
+        """Gives back what nobody needs after a wave; its values must not be used any more."""
+        for load in self._recipe.frees[wave]:
+            self._drop(load)
 
-def order(
-    mode: str,
-    step: int,
-    plan: SavePlan,
-    sources: Sequence[Source],
-    places: shardings.PlacesCache,
-) -> Staged:
-    """Captures the values that `plan` writes, as of this call."""
-    whole: dict[int, Any] = {}
-    held: dict[tuple[int, int], Any] = {}
-    wanted: list[jax.Array] = []
-    targets: list[Any] = []
-    slots: list[tuple[int, int | None]] = []
-    for number in dict.fromkeys(part.leaf for part in plan.parts):
-        source = sources[number]
-        if isinstance(source, np.ndarray):
-            whole[number] = np.array(source, order="C", copy=True)
-            continue
-        if source is None:
-            continue
-        if mode == "sync":
-            whole[number] = source
-            continue
-        pinned = shardings.pinned_host(source.sharding)
-        if pinned is None:
-            _copy_at_once(number, source, places(source), held)
-        elif _goes_whole(source, places(source)):
-            wanted.append(source)
-            targets.append(pinned)
-            slots.append((number, None))
-        else:
-            for position in places(source).positions:
-                shard = source.addressable_data(position)
-                (device,) = shard.devices()
-                wanted.append(shard)
-                targets.append(shardings.single(device, "pinned_host"))
-                slots.append((number, position))
-    try:
-        # may_alias=False: a leaf that lives in host memory already must be copied all the same.
-        copies = jax.device_put(wanted, targets, may_alias=False) if wanted else []
-    except RuntimeError as exc:
-        lost = next((n for (n, _), a in zip(slots, wanted, strict=True) if a.is_deleted()), None)
-        if lost is None:
-            raise
-        raise SnapshotLost(plan.tree.leaves[lost].dotted, step) from exc
-    for (number, slot), copy in zip(slots, copies, strict=True):
-        if slot is None:
-            whole[number] = copy
-        else:
-            held[number, slot] = copy
-    return Staged(held, whole)
+    def _drop_all(self) -> None:
+        for load in list(self._values):
+            self._drop(load)
 
+    def _drop(self, load: Load) -> None:
+        value = self._values.pop(load, None)
+        if value is None:
+            return
+        self._flats.pop(load, None)
+        if load.kind is not None:
+            self._memory.release(load.nbytes, [(load.kind, load.nbytes, value)])
+        elif load.nbytes:
+            self._memory.release(load.nbytes)
 
-def _goes_whole(array: jax.Array, place: shardings.Places) -> bool:
-    """One transfer for all shards: only where every shard is ours and lies on one device.
+    # -- for the ordering ---------------------------------------------------------------------
 
-    A transfer of an array of several processes would compile a program that all must call.
-    """
-    return array.is_fully_addressable and not place.replicated
+    def source(self, leaf: int) -> Any:
+        return self._sources[leaf]
 
+    def piece(self, leaf: int, position: int | None) -> Any:
+        """An array, or one of its local shards as an array."""
+        source: Any = self._sources[leaf]
+        return source if position is None else source.addressable_data(position)
 
-def _copy_at_once(
-    number: int, array: jax.Array, place: shardings.Places, held: dict[tuple[int, int], Any]
-) -> None:
-    if not _warned:
-        _warned.append(True)
-        logger.warning("this backend has no pinned_host memory: save() copies before it returns")
-    for position in place.positions:
-        held[number, position] = np.array(array.addressable_data(position), copy=True)
+    def _forget_sources(self) -> None:
+        """The user's arrays are not needed any more; a view is a value of its own."""
+        self._sources = []
 
+    def _holds(self, load: Load) -> bool:
+        return load in self._values
 
-_warned: list[bool] = []
+    def _set(self, load: Load, value: Any) -> None:
+        self._values[load] = value
+
+    def _set_member(self, load: Load, leaf: int, position: int | None, value: Any) -> None:
+        self._values.setdefault(load, {})[leaf, position] = value

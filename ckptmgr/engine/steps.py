@@ -55,12 +55,12 @@ class OpenStep:
         return set(self.items) == {layout.DEFAULT_ITEM}
 
 
-def info_of(document: Manifest) -> StepInfo:
+def info_of(document: Manifest, suspect: str = "") -> StepInfo:
     """What a manifest says, for the user."""
     return StepInfo(
         step=document.step,
         kind=document.kind,
-        status="good",
+        status="suspect" if suspect else "good",
         created=document.created,
         nbytes=document.nbytes,
         metrics=values.decode(document.metrics) or {},

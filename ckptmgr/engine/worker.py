@@ -35,12 +35,14 @@ class SaveHandle:
       step: its step.
       accepted: False where the schedule or a busy snapshot said no; `reason` says why.
       reason: "" for an accepted save.
+      waited: seconds that save() spent waiting for saves in flight and for host memory.
     """
 
     def __init__(self, step: int, accepted: bool = True, reason: str = "") -> None:
         self.step = step
         self.accepted = accepted
         self.reason = reason
+        self.waited = 0.0
         self._staged = threading.Event()
         self._settled = threading.Event()  # durable, or failed
         self._done = threading.Event()  # nothing of the save is left to do

@@ -11,6 +11,7 @@ from ckptmgr.core.retention import KeepAll, KeepLast, decide
 
 class Step(NamedTuple):
     step: int
+    kind: str = "async"
 
 
 STEPS = st.lists(st.integers(0, 10**6), unique=True, max_size=20).map(

@@ -17,7 +17,7 @@ LAYERS = [
     ("options", "events"),
     ("sinks",),
     ("engine",),
-    ("reading",),
+    ("reading", "saving"),
     ("manager",),
     ("__init__",),
     ("orbax", "cli", "testing"),

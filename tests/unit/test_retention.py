@@ -10,6 +10,7 @@ from ckptmgr.core.retention import Decision, Policy, decide
 
 class Step(NamedTuple):
     step: int
+    kind: str = "async"
 
 
 def steps(*numbers):

@@ -51,28 +51,26 @@ def test_every_number_is_a_field_that_starts_unknown():
     assert SAVED.numbers == {"flush_latency": 2.5}
 
 
-def test_the_emitter_counts_saves_in_flight_and_the_bytes_they_hold():
-    events, clock = [], Hand()
-    emitter = Emitter([events.append], clock)
+def test_the_emitter_counts_saves_in_flight_two_of_one_step_as_two_and_asks_for_the_bytes():
+    events, clock, held = [], Hand(), [7]
+    emitter = Emitter([events.append], clock, lambda: held[0])
+    first, second = object(), object()
 
     def counted():
         emitter.emit(Event("x", 0, 0.0))
         return events[-1].saves_in_flight, events[-1].host_bytes
 
-    assert counted() == (0, 0)
-    with emitter.call(1) as call:
-        call.accept("sync", 10)
-    with emitter.call(2) as call:
-        call.accept("sync", 5)
+    assert counted() == (0, 7)
+    for save in (first, second):
+        with emitter.call(1) as call:
+            call.accept(save, "sync")
+    held[0] = 15
     assert counted() == (2, 15)
-    emitter.released(1)
-    assert counted() == (2, 5)
-    emitter.settled(1)
-    emitter.settled(1)
-    emitter.released(1)
-    assert counted() == (1, 5)
-    emitter.settled(2)
-    assert counted() == (0, 0)
+    emitter.settled(first)
+    emitter.settled(first)
+    assert counted() == (1, 15)
+    emitter.settled(second)
+    assert counted() == (0, 15)
 
 
 def test_a_call_tells_its_stall_and_the_interval_since_the_last_accepted_one():
@@ -83,7 +81,7 @@ def test_a_call_tells_its_stall_and_the_interval_since_the_last_accepted_one():
         with emitter.call(1) as call:
             clock.now += 0.5
             if accepted:
-                call.accept("sync", 0)
+                call.accept(object(), "sync")
     assert [(e.phase, e.stall, e.interval) for e in events] == [
         ("call", 0.5, None),
         ("call", 0.5, 10.0),

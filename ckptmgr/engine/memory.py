@@ -1,0 +1,119 @@
+"""Host memory of one manager's snapshots: how much may be held, and buffers to use again.
+
+A wave of copies reserves all its memory at once and gives it back when its values are written.
+Reserving waits while the bound would be passed, with three exceptions, without which a save
+could never end: nothing is held at all (a single shard larger than the bound runs alone), the
+writer has nothing left to give back before it gets this very wave, or the save has failed.
+
+Buffers whose kind will be wanted again are kept rather than freed (`keep`); they count as held,
+and the oldest go when room is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+logger = logging.getLogger("ckptmgr")
+
+Kind = Hashable
+"""Buffers of the same kind are interchangeable."""
+
+
+class HostMemory:
+    """Used from any thread.
+
+    Args:
+      limit: bytes that may be held, None for no bound.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._in_use = 0
+        self._kept = 0
+        self._buffers: dict[Kind, list[tuple[Any, int]]] = {}
+        self._warned = False
+
+    @property
+    def held(self) -> int:
+        """Bytes in use or kept to be used again."""
+        with self._changed:
+            return self._in_use + self._kept
+
+    def reserve(
+        self, wanted: Sequence[tuple[Kind | None, int]], at_once: Callable[[], bool]
+    ) -> tuple[list[Any], float]:
+        """Takes memory for each (kind, bytes); waits until there is room, or `at_once()`.
+
+        Returns, for each, a kept buffer of its kind or None, and the seconds waited.
+        """
+        started = time.monotonic()
+        with self._changed:
+            found = [self._take(kind) for kind, _ in wanted]
+            total = sum(nbytes for _, nbytes in wanted)
+            new = total - sum(size for _, size in filter(None, found))
+            self._in_use += total - new
+            waited = not self._has_room(new)
+            while not self._has_room(new):
+                if at_once() or self._in_use == total - new:
+                    self._warn(total)
+                    break
+                self._changed.wait()
+            self._in_use += new
+        seconds = time.monotonic() - started if waited else 0.0
+        return [entry[0] if entry else None for entry in found], seconds
+
+    def release(self, nbytes: int, kept: Sequence[tuple[Kind, int, Any]] = ()) -> None:
+        """Gives back `nbytes`, of which the buffers `kept` (kind, bytes, buffer) stay for later."""
+        with self._changed:
+            self._in_use -= nbytes
+            for kind, size, buffer in kept:
+                self._buffers.setdefault(kind, []).append((buffer, size))
+                self._kept += size
+            self._changed.notify_all()
+
+    def keep_only(self, kinds: Collection[Kind]) -> None:
+        """Frees kept buffers of other kinds: the tree has changed."""
+        with self._changed:
+            for kind in [kind for kind in self._buffers if kind not in kinds]:
+                self._kept -= sum(size for _, size in self._buffers.pop(kind))
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Makes waiting reservations ask `at_once()` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _take(self, kind: Kind | None) -> tuple[Any, int] | None:
+        buffers = self._buffers.get(kind) if kind is not None else None
+        if not buffers:
+            return None
+        buffer, size = buffers.pop()
+        self._kept -= size
+        return buffer, size
+
+    def _has_room(self, nbytes: int) -> bool:
+        if self._limit is None:
+            return True
+        while self._in_use + self._kept + nbytes > self._limit and self._kept:
+            kind = next(iter(self._buffers))
+            if self._buffers[kind]:
+                self._kept -= self._buffers[kind].pop()[1]
+            else:
+                del self._buffers[kind]
+        return self._in_use + nbytes <= self._limit
+
+    def _warn(self, nbytes: int) -> None:
+        assert self._limit is not None
+        if not self._warned and nbytes > self._limit:
+            self._warned = True
+            logger.warning(
+                "Snapshot.host_bytes is %d, and a shard of a leaf takes %d; it is copied alone. "
+                "A larger budget, or a leaf sharded further, avoids that",
+                self._limit,
+                nbytes,
+            )

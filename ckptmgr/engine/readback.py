@@ -1,0 +1,289 @@
+"""Reading a step back from the storage device and comparing it with what was in memory.
+
+Every file's pages are dropped from the page cache, and the kernel is asked page by page whether
+they are gone. Then every metadata file is read, and every chunk through the item's database, the
+way a restore reads it; all that is wrong is told, not only the first thing.
+
+What is not guaranteed. "storage" means that this machine's page cache did not have the bytes: a
+cache further down (a disk's, a hypervisor's, a file server's, ZFS's own) may still have answered,
+and directories and inodes are not dropped. Bytes that a restore does not read are not compared:
+the padding of chunks, and the tree nodes of the single processes' databases. Nothing may write to
+the step meanwhile.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptmgr.core import boxes, manifest
+from ckptmgr.core.boxes import Shape
+from ckptmgr.core.manifest import StoredLeaf, StoredTree
+from ckptmgr.core.plan import Unit
+from ckptmgr.engine.reader import Asked, Digests, Opening, Reader
+from ckptmgr.engine.store import Store
+from ckptmgr.errors import CorruptCheckpoint, Problem, StoreError
+
+STORAGE = "storage"
+PAGE_CACHE = "page cache"
+
+BEGUN = 512
+"""Chunks whose arrays are opened, and arrays whose metadata is looked at, together."""
+
+LEAST_BYTES = 4096
+"""What a chunk under way counts for at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBack:
+    """What reading a step back has shown.
+
+    Attributes:
+      problems: everything that is wrong; of arrays with the item as `file`.
+      nbytes: array bytes that were read and are right, without padding.
+      source: "storage", or "page cache" where it is not known that the cache held none of it.
+    """
+
+    problems: tuple[Problem, ...]
+    nbytes: int
+    source: str
+
+
+def read_back(
+    path: str,
+    items: Mapping[str, tuple[StoredTree, Digests]],
+    files: Mapping[str, tuple[int, str]],
+    *,
+    host_bytes: int = 128 * 2**20,
+) -> ReadBack:
+    """Reads the step in the directory `path` and compares all of it.
+
+    Args:
+      path: absolute, of a step or of one under way.
+      items: item -> its tree, and the digest of every chunk by leaf number and chunk index.
+      files: metadata file, as path below the step -> its size and digest.
+      host_bytes: bound of the buffers of chunks under way; a chunk that needs more goes alone.
+    """
+    evicted, problems = _evict_all(path)
+    problems += _file_problems(path, files)
+    window = _Window(host_bytes)
+    for name, (tree, digests) in items.items():
+        if tree.has_arrays:
+            item = _Item(name, tree, digests, Reader(None, tree, f"{path}/{name}", digests))
+            _check_chunks(item, window)
+    window.drain()
+    source = STORAGE if evicted else PAGE_CACHE
+    return ReadBack((*problems, *window.problems), window.nbytes, source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One item with arrays."""
+
+    name: str
+    tree: StoredTree
+    digests: Digests
+    reader: Reader
+
+    def held_bytes(self, leaf: StoredLeaf) -> int:
+        """What a chunk under way may hold: its bytes as read, a form between, and our buffer."""
+        size = manifest.itemsize(leaf.stored_dtype)
+        return max(LEAST_BYTES, 3 * boxes.whole(leaf.chunk).size * size)
+
+
+class _Window:
+    """The chunks under way, and what has been found of those that arrived."""
+
+    def __init__(self, host_bytes: int) -> None:
+        self.problems: dict[Problem, None] = {}  # an array that cannot be opened is told once
+        self.nbytes = 0
+        self._host_bytes = host_bytes
+        self._held = 0
+        self._asked: collections.deque[tuple[Reader, Asked, int]] = collections.deque()
+
+    def ask(self, item: _Item, unit: Unit, opening: Opening) -> None:
+        """Starts to read a chunk, after waiting for earlier ones where the bound asks for it."""
+        leaf = item.tree.leaves[unit.leaf]
+        held = item.held_bytes(leaf)
+        while self._asked and self._held + held > self._host_bytes:
+            self._settle()
+        try:
+            values = np.empty(unit.box.shape, leaf.stored_dtype)
+            asked = item.reader.ask(unit, opening, values)
+        except CorruptCheckpoint as exc:
+            self.note(*exc.problems)
+            return
+        self._asked.append((item.reader, asked, held))
+        self._held += held
+
+    def note(self, *problems: Problem) -> None:
+        self.problems |= dict.fromkeys(problems)
+
+    def drain(self) -> None:
+        while self._asked:
+            self._settle()
+
+    def _settle(self) -> None:
+        reader, asked, held = self._asked.popleft()
+        self._held -= held
+        try:
+            reader.settle(asked)
+        except CorruptCheckpoint as exc:
+            self.note(*exc.problems)
+        else:
+            self.nbytes += asked.values.nbytes
+
+
+def _check_chunks(item: _Item, window: _Window) -> None:
+    """Asks for every chunk of an item, and compares what its arrays say of themselves."""
+    leaves = item.tree.leaves
+    for number, index in sorted(item.digests.keys() - set(_chunks(item.tree))):
+        leaf = leaves[number].dotted if number < len(leaves) else ""
+        window.note(Problem(item.name, f"chunk {list(index)} does not belong to the array", leaf))
+    opened: set[int] = set()
+    units = _units(item, window)
+    while batch := list(itertools.islice(units, BEGUN)):
+        for unit, opening in zip(batch, item.reader.begin(batch), strict=True):
+            window.ask(item, unit, opening)
+            if opening is not None:
+                opened.add(unit.leaf)
+    # those read by key or without elements; opening the others has compared them
+    rest = (leaf for i, leaf in enumerate(leaves) if leaf.has_array and i not in opened)
+    _check_metadata(item, rest, window)
+
+
+def _chunks(tree: StoredTree) -> Iterator[tuple[int, Shape]]:
+    for number, leaf in enumerate(tree.leaves):
+        if leaf.has_array:
+            for box in boxes.tiles(boxes.whole(leaf.stored_shape), leaf.chunk):
+                yield number, manifest.chunk_index(leaf, box)
+
+
+def _units(item: _Item, window: _Window) -> Iterator[Unit]:
+    """Every chunk whose digest is known; the others are problems."""
+    for number, index in _chunks(item.tree):
+        leaf = item.tree.leaves[number]
+        box = manifest.chunk_box(leaf, index)
+        if item.digests.get((number, index)):
+            yield Unit(number, box, (), (index,))
+        else:
+            window.note(Problem(item.name, f"no digest of box {box} is known", leaf.dotted))
+
+
+def _check_metadata(item: _Item, leaves: Iterator[StoredLeaf], window: _Window) -> None:
+    """Compares shape, dtype and chunks that arrays say they have with the tree's."""
+    while group := list(itertools.islice(leaves, BEGUN)):
+        found = item.reader.metadata([leaf.name for leaf in group])
+        for leaf, there in zip(group, found, strict=True):
+            says = (leaf.stored_shape, leaf.stored_dtype, leaf.chunk)
+            if isinstance(there, str):
+                text = f"its array cannot be opened ({there})"
+            elif there != says:
+                text = f"the array has {_array_text(*there)}, the tree says {_array_text(*says)}"
+            else:
+                continue
+            window.note(Problem(item.name, text, leaf.dotted))
+
+
+def _array_text(shape: Shape, dtype: str, chunk: Shape) -> str:
+    return f"{dtype}{list(shape)} in chunks of {list(chunk)}"
+
+
+def _file_problems(path: str, files: Mapping[str, tuple[int, str]]) -> list[Problem]:
+    """Metadata files that are missing or not what they should be."""
+    store = Store(path)
+    problems = []
+    for name, (size, digest) in files.items():
+        try:
+            data = store.read_file(name)
+        except StoreError as exc:
+            gone = exc.errno in (errno.ENOENT, errno.ENOTDIR)
+            problems.append(Problem(name, "missing" if gone else str(exc), transient=not gone))
+            continue
+        if len(data) != size:
+            problems.append(Problem(name, f"has {len(data)} bytes instead of {size}"))
+        elif manifest.digest(data) != digest:
+            problems.append(Problem(name, "has other bytes than were written"))
+    return problems
+
+
+def _evict_all(path: str) -> tuple[bool, list[Problem]]:
+    """Drops all files below `path` from the page cache.
+
+    Returns whether they are known to be gone from it, and files whose writing failed late.
+    """
+    seen, gone = False, True
+    problems = []
+    for base, dirs, names in os.walk(path):
+        gone &= not any(os.path.islink(os.path.join(base, name)) for name in dirs)
+        for file in (os.path.join(base, name) for name in names):
+            if not os.path.isfile(file):
+                continue
+            seen = True
+            try:
+                gone &= _evict(file)
+            except OSError as exc:
+                gone = False
+                if exc.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+                    name = os.path.relpath(file, path)
+                    problems.append(
+                        Problem(name, f"cannot be synced ({exc.strerror})", transient=True)
+                    )
+    return seen and gone, problems
+
+
+def _evict(file: str) -> bool:
+    """Drops one file's pages; whether it is known that the cache holds none now."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if not _may_be_cached(fd):
+            return True
+        os.fsync(fd)  # a page that is not written yet stays
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return not _may_be_cached(fd)
+    finally:
+        os.close(fd)
+
+
+_WINDOW_BYTES = 2**30
+
+
+def _may_be_cached(fd: int) -> bool:
+    """Whether mincore(2) finds a page of the file in memory, or cannot tell.
+
+    It tells only those who own the file or may write it, and says "in memory" to others. Trying
+    with RWF_NOWAIT would start a read-ahead, and overlay and tmpfs do not have it.
+    """
+    mincore = getattr(ctypes.CDLL(None), "mincore", None)
+    if mincore is None:
+        return True
+    size = os.fstat(fd).st_size
+    for start in range(0, size, _WINDOW_BYTES):
+        length = min(_WINDOW_BYTES, size - start)
+        try:
+            view = mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=start)
+        except (OSError, ValueError):  # not every file system can map
+            return True
+        with view:
+            pages = np.frombuffer(view, np.uint8)
+            found = np.ones(-(-length // mmap.PAGESIZE), np.uint8)
+            failed = mincore(
+                ctypes.c_void_p(pages.ctypes.data),
+                ctypes.c_size_t(length),
+                ctypes.c_void_p(found.ctypes.data),
+            )
+            del pages  # nothing may point into a mapping that ends
+        if failed or (found & 1).any():
+            return True
+    return False

@@ -1,0 +1,255 @@
+"""What a manager does to save: which kind a save is, whether there is room, and its thread.
+
+One save goes: survey -> kind -> room -> order the copies -> hand over to the save's thread. Saves in
+flight are bounded by `Snapshot.slots`; there is no queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from ckptmgr.core import cadence, layout
+from ckptmgr.engine import pipeline, worker
+from ckptmgr.engine.preemption import PreemptionWatch
+from ckptmgr.engine.prepare import Preparer, SaveRequest
+from ckptmgr.engine.snapshot import Stager
+from ckptmgr.engine.worker import SaveHandle
+from ckptmgr.errors import StepExists
+from ckptmgr.events import Call, Event
+
+logger = logging.getLogger("ckptmgr")
+
+
+class Saves:
+    """The saves of one manager, whose lock serialises the calls.
+
+    Args:
+      tools: what saves work with.
+      stager: takes their snapshots.
+    """
+
+    def __init__(self, tools: pipeline.Tools, stager: Stager) -> None:
+        self._tools = tools
+        self._options = tools.options
+        self._emitter = tools.emitter
+        self._stager = stager
+        rank = tools.coordinator.rank
+        self._prepare = Preparer(tools.options.storage, stager, tools.emitter.clock, rank)
+        self._in_flight: list[SaveHandle] = []
+        self._since_heartbeat: int | None = None
+        self._watch = PreemptionWatch() if tools.options.schedule.on_preemption else None
+        self._noticed = self._preemption_saved = False
+        self.skipped = 0
+
+    # -- when -------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begins to watch for preemption. Raises InvalidOption where that is not possible."""
+        if self._watch is not None:
+            self._watch.start()
+
+    def close(self) -> None:
+        """Ends what runs in the background besides the saves; again is fine."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._stager.close()
+
+    def is_due(self, step: int) -> bool:
+        """Whether the schedule, or a notice of preemption, wants `step`."""
+        self._poll(step)
+        schedule = self._options.schedule
+        due = cadence.due(step, schedule.every_steps, schedule.at_steps)
+        return due or (self._noticed and not self._preemption_saved)
+
+    @property
+    def preempted(self) -> bool:
+        return self._noticed
+
+    def _poll(self, step: int) -> None:
+        if self._watch is not None and not self._noticed:
+            self._noticed = self._watch.noticed(step)
+            if self._noticed:
+                logger.warning("step %d: a notice of preemption has come", step)
+
+    def _kind(self, step: int, sync: bool) -> str:
+        self._poll(step)
+        if self._noticed and not self._preemption_saved:
+            return "preemption"
+        heartbeat = self._options.heartbeat
+        if heartbeat is not None and self._saves_since_heartbeat() + 1 >= heartbeat.every_saves:
+            return "heartbeat"
+        return "sync" if sync or self._options.snapshot.mode == "sync" else "async"
+
+    def _saves_since_heartbeat(self) -> int:
+        """Counted in memory; at first from the newest step, so that it survives a restart."""
+        if self._since_heartbeat is None:
+            newest = next((e.manifest for e in self._tools.catalog.committed() if e.manifest), None)
+            self._since_heartbeat = newest.since_heartbeat if newest is not None else 0
+        return self._since_heartbeat
+
+    # -- a save -----------------------------------------------------------------------------
+
+    def save(
+        self,
+        call: Call,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None,
+        extra: Any,
+        overwrite: bool,
+        sync: bool,
+    ) -> SaveHandle:
+        """See `CheckpointManager.save`."""
+        self.refuse_existing(step, overwrite)
+        request = self._prepare.survey(step, state, metrics, extra, overwrite, call.started)
+        kind = self._kind(step, sync)
+        reason, waited = self._make_room(step, kind, overwrite)
+        if reason:
+            call.skip()
+            self.skipped += 1
+            return SaveHandle(step, False, reason)
+        handle = SaveHandle(step)
+        handle.waited = waited
+        handle.warn_only = self._options.on_save_error == "warn"
+        deadline = self._options.coordination.deadline_seconds
+        thread = worker.SaveThread(handle, deadline)
+        try:
+            job = self._job(request, kind)
+            self._order_first(job)
+        except BaseException:
+            thread.cancel()
+            raise
+        call.accept(handle, job.mode)
+        before = self._in_flight[-1] if self._in_flight else None
+        self._in_flight.append(handle)
+        self._since_heartbeat = self._saves_since_heartbeat() + 1
+        thread.give(lambda: self._finish(job, handle, before))
+        self._order_rest(job, handle)
+        if kind != "async" or worker.exiting():
+            handle.result()
+            thread.join()
+        if kind == "heartbeat":
+            self._since_heartbeat = 0
+        self._preemption_saved = self._preemption_saved or kind == "preemption"
+        return handle
+
+    def _finish(self, job: pipeline.SaveJob, handle: SaveHandle, before: SaveHandle | None) -> None:
+        """On the save's own thread."""
+        pipeline.finish_save(job, self._tools, handle, before)
+        self._stager.learn()
+
+    def _job(self, request: SaveRequest, kind: str) -> pipeline.SaveJob:
+        mode = self._options.snapshot.mode
+        heartbeat = self._options.heartbeat
+        audited = kind == "heartbeat" and heartbeat is not None and heartbeat.audit
+        return self._prepare.job(
+            request,
+            kind=kind,
+            mode=mode if kind == "async" else "sync",
+            since_heartbeat=0 if kind == "heartbeat" else self._saves_since_heartbeat() + 1,
+            audit_mode=mode if audited and mode != "sync" else None,
+        )
+
+    def _order_first(self, job: pipeline.SaveJob) -> None:
+        with self._emitter.span("order", job.step, mode=job.mode) as span:
+            try:
+                job.ordering.first()
+            except BaseException:
+                job.ordering.close()
+                raise
+            span.note(nbytes=job.nbytes, staging_bytes=job.staging_bytes)
+
+    def _order_rest(self, job: pipeline.SaveJob, handle: SaveHandle) -> None:
+        """What host memory had no room for. What fails here fails the save, too."""
+        orderings = [job.ordering] if job.audit is None else [job.ordering, job.audit]
+        try:
+            for ordering in orderings:
+                if not ordering.started_any:
+                    ordering.first()
+                ordering.rest()
+        except BaseException:
+            handle.join()
+            handle.take_failure()
+            raise
+        waited = sum(ordering.waited for ordering in orderings)
+        if waited:
+            self._tell_wait(job.step, waited, "for host memory, see Snapshot.host_bytes")
+            handle.waited += waited
+
+    def _tell_wait(self, step: int, seconds: float, why: str) -> None:
+        self._emitter.emit(Event("wait", step, seconds, detail=why))
+
+    def refuse_existing(self, step: int, overwrite: bool) -> None:
+        """Raises StepExists for a step that is there, or on its way."""
+        if overwrite:
+            return
+        store = self._tools.catalog.store
+        path = store.path(layout.step_name(step))
+        for handle in self._in_flight:
+            if handle.step == step and not handle.settled:
+                raise StepExists(step, path + " (in flight)")
+        entry = self._tools.catalog.entry(step)
+        if entry is not None and entry.unreadable is not None:
+            raise entry.unreadable
+        if entry is not None and entry.problem is None:
+            raise StepExists(step, path)
+
+    def _make_room(self, step: int, kind: str, overwrite: bool) -> tuple[str, float]:
+        """Waits for saves in flight, or says why this one is skipped; and the seconds waited.
+
+        Saves that are not asynchronous wait for all of them.
+        """
+        slots = self._options.snapshot.slots if kind == "async" else 1
+        busy = [handle for handle in self._in_flight if not handle.settled]
+        surplus = busy[: max(0, len(busy) - slots + 1)]
+        if not surplus:
+            return "", 0.0
+        what = f"the save of step {surplus[-1].step}"
+        if self._options.snapshot.when_busy == "skip" and kind != "preemption":
+            return f"{what} is still in flight", 0.0
+        started = self._emitter.clock.monotonic()
+        for handle in surplus:
+            handle.wait_settled()
+        waited = self._emitter.since(started)
+        self._tell_wait(step, waited, f"for {what}, which was in flight")
+        self.raise_failures()
+        self.refuse_existing(step, overwrite)
+        return "", waited
+
+    # -- those in flight --------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """How many saves are not yet durable or failed."""
+        return sum(not handle.settled for handle in list(self._in_flight))
+
+    def drain(self) -> None:
+        """Waits until nothing of any save is left to do; raises nothing."""
+        for handle in list(self._in_flight):
+            handle.join()
+
+    def wait_settled(self, step: int) -> None:
+        """Waits until the saves of one step are durable or failed."""
+        for handle in self._in_flight:
+            if handle.step == step:
+                handle.wait_settled()
+
+    def raise_failures(self) -> None:
+        """Forgets ended saves; raises (or logs) the first failure nobody was told of."""
+        for handle in list(self._in_flight):
+            error = handle.take_failure()
+            if handle.done:
+                self._in_flight.remove(handle)
+            if error is None:
+                continue
+            if self._options.on_save_error == "raise":
+                raise error
+            logger.warning("%s", error)
+
+    def in_hook(self) -> bool:
+        """Whether the current thread is that of a save in flight: a hook calls."""
+        current = threading.current_thread()
+        return any(handle.thread is current for handle in list(self._in_flight))
