@@ -22,7 +22,7 @@ from ckptmgr.core.plan import SavePlan, Wave
 from ckptmgr.engine import shardings
 from ckptmgr.engine.leaves import Source
 from ckptmgr.engine.memory import Kind
-from ckptmgr.engine.programs import Copy, Gather, Spec
+from ckptmgr.engine.programs import Copy, Gather
 
 GATHER_BYTES = 64 * 2**10
 """Pieces up to this size, per device, may be gathered."""
@@ -65,9 +65,9 @@ class Load:
         transfer to `out`. "gather": the transfer of a program.
       leaf, position: of what is not gathered; position None for every local shard.
       nbytes: bytes of host memory it takes.
-      out: sharding of the copy.
       kind: of buffers that it could use and leave behind; None where they are not kept.
-      program: compiled copy that does it; a transfer does where there is none.
+      copy: of "put", how a program would write over a kept buffer.
+      gather: of "gather", the program; transfers do where it is not compiled.
       members: of "gather"; a piece on the n-th device of an array lies on the n-th of `out`.
     """
 
@@ -75,9 +75,9 @@ class Load:
     leaf: int = -1
     position: int | None = None
     nbytes: int = 0
-    out: Sharding | None = None
     kind: Kind | None = None
-    program: Spec | None = None
+    copy: Copy | None = None
+    gather: Gather | None = None
     members: tuple[Member, ...] = ()
 
 
@@ -165,15 +165,18 @@ class _Cook:
         out = self.host(sharding)
         if out is None:
             return Load("now", leaf, position, nbytes)
-        kind: Kind | None = None
-        program: Spec | None = None
-        if self._keeps and nbytes and _is_plain(source.dtype) and _on_device(source):
-            kind = program = Copy(shape, source.dtype.name, sharding, out)
-        return Load("put", leaf, position, nbytes, out, kind, program)
+        copy = None
+        if self._keeps_of(source) and nbytes and _is_plain(source.dtype) and _on_device(source):
+            copy = Copy(shape, source.dtype.name, sharding, out)
+        return Load("put", leaf, position, nbytes, kind=copy, copy=copy)
 
     @property
     def _keeps(self) -> bool:
         return self.mode == "double_buffer"
+
+    def _keeps_of(self, array: jax.Array) -> bool:
+        """Whether buffers for the array are ours to keep, see `programs`."""
+        return self._keeps and shardings.is_on_host(array)
 
     def is_small(self, leaf: int, position: int | None) -> bool:
         source = self.sources[leaf]
@@ -216,7 +219,6 @@ class _Cook:
         members = []
         inputs = []
         start = 0
-        sharding: Sharding | None = None
         for leaf, position in ids:
             source = self.sources[leaf]
             assert isinstance(source, jax.Array)
@@ -226,12 +228,21 @@ class _Cook:
             members.append(Member(leaf, position, start, size, local, source.dtype))
             inputs.append((shape, source.dtype.name, sharding))
             start += size
-        assert sharding is not None
-        out = self.host(_flat(sharding))
+        last = self.sources[ids[-1][0]]  # all lie on the same devices
+        assert isinstance(last, jax.Array)
+        flat = _flat(sharding)
+        out = self.host(flat) if shardings.is_on_host(last) else flat
         assert out is not None
-        nbytes = start * width * len(sharding.device_set)
-        program = Gather(tuple(inputs), width, out)
-        return Load("gather", nbytes=nbytes, out=out, program=program, members=tuple(members))
+        devices = len(sharding.device_set)
+        keeps = self._keeps_of(last)
+        program = Gather(tuple(inputs), width, start * devices, out, keeps)
+        return Load(
+            "gather",
+            nbytes=start * width * devices,
+            kind=program if keeps else None,
+            gather=program,
+            members=tuple(members),
+        )
 
 
 def make(

@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ from ckptmgr.core.plan import SavePlan
 from ckptmgr.engine import recipe, shardings
 from ckptmgr.engine.leaves import Source
 from ckptmgr.engine.memory import HostMemory
-from ckptmgr.engine.programs import Programs
+from ckptmgr.engine.programs import Gather, Programs, Spec
 from ckptmgr.engine.recipe import Load, Member, Recipe
 from ckptmgr.errors import InvalidOption, SaveFailed, SnapshotLost
 from ckptmgr.options import Snapshot
@@ -49,6 +49,9 @@ logger = logging.getLogger("ckptmgr")
 
 WAVE_BYTES = 64 * 2**20
 """Array bytes per OCDBT transaction; less where host memory is bounded."""
+
+OVER_BYTES = 256 * 2**20
+"""Array bytes that one program writes over; its values arrive together."""
 
 WAVES_PER_LIMIT = 4
 """One wave is filled while others are on their way to disk; all lie within the bound."""
@@ -259,7 +262,8 @@ class Ordering:
                 staged._drop_all()
 
     def _copy(self, batch: Sequence[tuple[Staged, Load]], buffers: Sequence[Any]) -> None:
-        puts: list[tuple[Staged, Load, int, int | None]] = []
+        puts: list[_Put] = []
+        over: list[tuple[_Put, Any]] = []
         for (staged, load), buffer in zip(batch, buffers, strict=True):
             if load.how == "host":
                 staged._set(load, _copy_array(staged.source(load.leaf), buffer))
@@ -267,56 +271,112 @@ class Ordering:
                 array = staged.source(load.leaf).addressable_data(load.position)
                 staged._set(load, np.array(array, copy=True))
             elif load.how == "view":
-                staged._set(load, staged.source(load.leaf))
-            elif not self._run_program(staged, load, buffer):
-                puts += [(staged, load, leaf, at) for leaf, at in _members(load)]
+                staged._set(load, staged.piece(load.leaf, load.position))
+            elif load.gather is not None:
+                puts += self._gather(staged, load, load.gather, buffer)
+            elif load.copy is not None and buffer is not None:
+                over.append((_Put(staged, load, staged.piece(load.leaf, load.position)), buffer))
+            else:
+                puts.append(_Put(staged, load, staged.piece(load.leaf, load.position)))
+        for group in _groups(over):
+            puts += self._write_over(group)
         self._put(puts)
 
-    def _run_program(self, staged: Staged, load: Load, buffer: Any) -> bool:
-        """Copies with the load's program; False where there is none that fits."""
-        if load.program is None:
-            return False
-        program = self._programs.get(load.program)
-        if program is None or (load.kind is not None and buffer is None):
-            return False
-        arrays = [staged.piece(leaf, position) for leaf, position in _members(load)]
-        try:
-            copied = program(*arrays) if load.kind is None else program(buffer, *arrays)
-        except (ValueError, TypeError, RuntimeError) as exc:
-            if not any(array.is_deleted() for array in arrays):
-                self._programs.drop(load.program, exc)
-            return False
-        staged._set(load, copied)
-        return True
+    def _gather(self, staged: Staged, load: Load, spec: Gather, buffer: Any) -> list[_Put]:
+        """Runs a gather; returns what is left to transfer: its members where it cannot run, or,
+        where it stays on the device, what it made."""
+        members = [
+            _Put(staged, load, staged.piece(m.leaf, m.position), (m.leaf, m.position))
+            for m in load.members
+        ]
+        arrays = [member.array for member in members]
+        if spec.donated:
+            made = self._run(spec, arrays, lambda: [spec.empty() if buffer is None else buffer])
+        else:
+            made = self._run(spec, arrays)
+        if made is None:
+            return members
+        if shardings.is_on_host(made):
+            staged._set(load, made)
+            return []
+        return [_Put(staged, load, made)]
 
-    def _put(self, puts: Sequence[tuple[Staged, Load, int, int | None]]) -> None:
+    def _write_over(self, group: Sequence[tuple[_Put, Any]]) -> list[_Put]:
+        """Copies into kept buffers; returns what has to be transferred instead."""
+        puts = [put for put, _ in group]
+        arrays = [put.array for put in puts]
+        spec = tuple(put.load.copy for put in puts if put.load.copy is not None)
+        made = self._run(spec, [arrays], lambda: [[buffer for _, buffer in group]])
+        if made is None:
+            return puts
+        for put, copy in zip(puts, made, strict=True):
+            put.staged._set(put.load, copy)
+        return []
+
+    def _run(
+        self, spec: Spec, arguments: list[Any], first: Callable[[], list[Any]] = list
+    ) -> Any | None:
+        """What a program makes of `first()` and `arguments`; None where there is none that fits."""
+        program = self._programs.get(spec)
+        if program is None:
+            return None
+        try:
+            return program(*first(), *arguments)
+        except (ValueError, TypeError, RuntimeError) as exc:
+            if not any(array.is_deleted() for array in jax.tree.leaves(arguments)):
+                self._programs.drop(spec, exc)
+            return None
+
+    def _put(self, puts: Sequence[_Put]) -> None:
         """Plain transfers, all in one call."""
         if not puts:
             return
-        arrays = [staged.piece(leaf, position) for staged, _, leaf, position in puts]
+        arrays = [put.array for put in puts]
         targets = [shardings.pinned_host(array.sharding) for array in arrays]
         try:
             # may_alias=False: what lies in host memory already must be copied all the same
             copies = jax.device_put(arrays, targets, may_alias=False)
         except RuntimeError as exc:
-            lost = next((i for i, array in enumerate(arrays) if array.is_deleted()), None)
+            lost = next((put for put in puts if put.array.is_deleted()), None)
             if lost is None:
                 raise
-            staged, _, leaf, _ = puts[lost]
-            raise SnapshotLost(staged.plan.tree.leaves[leaf].dotted, self._step) from exc
-        for (staged, load, leaf, position), copy in zip(puts, copies, strict=True):
-            if load.members:
-                staged._set_member(load, leaf, position, copy)
+            leaf = lost.member[0] if lost.member is not None else lost.load.leaf
+            raise SnapshotLost(lost.staged.plan.tree.leaves[leaf].dotted, self._step) from exc
+        for put, copy in zip(puts, copies, strict=True):
+            if put.member is not None:
+                put.staged._set_member(put.load, put.member, copy)
             else:
-                staged._set(load, copy)
+                put.staged._set(put.load, copy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """A transfer: an array for a load, or for one member of a gathered one."""
+
+    staged: Staged
+    load: Load
+    array: Any
+    member: tuple[int, int | None] | None = None
+
+
+def _groups(over: Sequence[tuple[_Put, Any]]) -> Iterator[list[tuple[_Put, Any]]]:
+    """Runs of one set of devices and up to OVER_BYTES; one program writes each."""
+    group: list[tuple[_Put, Any]] = []
+    nbytes = 0
+    for put, buffer in over:
+        other = (
+            bool(group) and group[0][0].array.sharding.device_set != put.array.sharding.device_set
+        )
+        if group and (other or nbytes + put.load.nbytes > OVER_BYTES):
+            yield group
+            group, nbytes = [], 0
+        group.append((put, buffer))
+        nbytes += put.load.nbytes
+    if group:
+        yield group
 
 
 Stager.ordering = Ordering
-
-
-def _members(load: Load) -> list[tuple[int, int | None]]:
-    """(leaf, position) of every array that a load copies."""
-    return [(m.leaf, m.position) for m in load.members] or [(load.leaf, load.position)]
 
 
 def _copy_array(source: np.ndarray, buffer: np.ndarray | None) -> np.ndarray:
@@ -367,8 +427,7 @@ class Staged:
                 return self._from_flat(load, value, self._recipe.members[key], position)
         if isinstance(value, np.ndarray):
             return value
-        single = key[1] is not None and load.how != "view"
-        return np.asarray(value.addressable_data(0 if single else position))
+        return np.asarray(value.addressable_data(position if key[1] is None else 0))
 
     def _from_flat(self, load: Load, value: Any, member: Member, position: int) -> np.ndarray:
         at = position if member.position is None else 0
@@ -392,7 +451,7 @@ class Staged:
         if value is None:
             return
         self._flats.pop(load, None)
-        if load.kind is not None:
+        if load.kind is not None and not isinstance(value, dict):
             self._memory.release(load.nbytes, [(load.kind, load.nbytes, value)])
         elif load.nbytes:
             self._memory.release(load.nbytes)
@@ -417,5 +476,5 @@ class Staged:
     def _set(self, load: Load, value: Any) -> None:
         self._values[load] = value
 
-    def _set_member(self, load: Load, leaf: int, position: int | None, value: Any) -> None:
-        self._values.setdefault(load, {})[leaf, position] = value
+    def _set_member(self, load: Load, member: tuple[int, int | None], value: Any) -> None:
+        self._values.setdefault(load, {})[member] = value
