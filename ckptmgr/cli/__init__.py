@@ -14,7 +14,7 @@ from importlib import metadata
 
 import jax
 
-from ckptmgr.cli import listing, showing
+from ckptmgr.cli import chaos, listing, showing
 from ckptmgr.cli.answer import FAILED, USAGE, Answer
 from ckptmgr.errors import CheckpointError, InvalidOption
 
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ckptmgr {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     listing.add_to(commands)
+    chaos.add_to(commands)
     showing.add_to(commands)
     return parser
 

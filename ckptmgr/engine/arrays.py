@@ -10,6 +10,7 @@ import collections
 import functools
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ from ckptmgr.errors import StoreError
 
 WAVES_COMMITTING = 2
 """Transactions that are on their way to disk while the next is filled."""
+
+LOAN_SECONDS = 1.0
+"""How long to wait for a buffer that TensorStore, committed, still refers to."""
 
 _OCDBT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
 _DATA_FILE_BYTES = 2**31
@@ -163,6 +167,33 @@ def chunks_of(leaf: StoredLeaf, part: Part, values: np.ndarray) -> Iterator[Chun
         yield Chunk(part.leaf, index, piece.nbytes, digest(piece))
 
 
+class _Loans:
+    """The buffers of a wave that TensorStore refers to.
+
+    It lets go of the last of them a moment after it says that a wave is committed; a view that is
+    still alive then would keep JAX from donating what it shows.
+    """
+
+    def __init__(self) -> None:
+        self._out: dict[int, weakref.ref[np.ndarray]] = {}
+        self._changed = threading.Condition()
+
+    def lend(self, values: np.ndarray) -> None:
+        number = id(values)  # unique while it is out
+        with self._changed:
+            self._out[number] = weakref.ref(values, lambda _: self._back(number))
+
+    def wait(self) -> None:
+        """Waits until all are back; one that somebody else keeps is given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._out, LOAN_SECONDS)
+
+    def _back(self, number: int) -> None:
+        with self._changed:
+            self._out.pop(number, None)
+            self._changed.notify_all()
+
+
 @dataclass(frozen=True, slots=True)
 class _Committing:
     """A wave under way to disk, and how many parts were digested when its buffers are free."""
@@ -170,6 +201,7 @@ class _Committing:
     number: int
     future: ts.Future[None]
     digested: int
+    loans: _Loans
 
 
 def write(
@@ -198,26 +230,30 @@ def write(
                 else:
                     staged.wait(number)
             transaction = ts.Transaction()
+            loans = _Loans()
             try:
-                _fill(transaction, wave, staged, kvstore, ctx, digester)
+                _fill(transaction, wave, staged, kvstore, ctx, digester, loans)
                 if len(committing) >= WAVES_COMMITTING:
                     _settle(committing.popleft(), staged, digester)
             except BaseException:
                 transaction.abort()
                 raise
             future = transaction.commit_async()
-            committing.append(_Committing(number, future, digester.given))
+            committing.append(_Committing(number, future, digester.given, loans))
         on_host()
         while committing:
             _settle(committing.popleft(), staged, digester)
         return digester.finish()
     finally:
+        for left in committing:  # of a save that failed: nobody may write when it is removed
+            left.future.exception()
         digester.end()
 
 
 def _settle(wave: _Committing, staged: Staged, digester: _Digester) -> None:
     wave.future.result()
     digester.wait(wave.digested)
+    wave.loans.wait()
     staged.free(wave.number)
 
 
@@ -228,6 +264,7 @@ def _fill(
     kvstore: Mapping[str, Any],
     ctx: ts.Context,
     digester: _Digester,
+    loans: _Loans,
 ) -> None:
     tree = staged.plan.tree
     opening = []
@@ -241,6 +278,7 @@ def _fill(
         for part in job.parts:
             values = assemble(leaf, part, staged)
             target = opened.result()[part.box.slices] if part.box.start else opened.result()
+            loans.lend(values)
             writing.append(target.write(values, can_reference_source_data_indefinitely=True))
             digester.give(part, values)
         if not job.parts:

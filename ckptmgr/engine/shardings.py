@@ -168,6 +168,11 @@ def is_on_host(array: jax.Array) -> bool:
     return device.platform == "cpu" or array.sharding.memory_kind in _HOST_KINDS
 
 
+def is_viewable(array: jax.Array) -> bool:
+    """Whether numpy shows the array's memory without a copy of it."""
+    return is_on_host(array) and not array.dtype.name.endswith(("int2", "int4", "float4_e2m1fn"))
+
+
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 
 

@@ -21,7 +21,10 @@ How each mode keeps it:
 With a bound on host memory the copies are ordered wave by wave, each as soon as earlier ones have
 been written; `rest` returns when the last is ordered.
 
-Not guaranteed: anything about a thread other than the caller's that changes leaves during the call.
+Not guaranteed: anything about a thread other than the caller's that changes leaves during the call;
+and an array that has no memory of its own. On a single CPU device JAX's `device_put` of a numpy
+array may take over its memory, and whoever writes there changes the array itself: do so after
+`SaveHandle.staged()`.
 """
 
 from __future__ import annotations
@@ -128,8 +131,9 @@ class Stager:
         self.programs.compile_wanted()
 
     def close(self) -> None:
-        """Ends the background compilation."""
+        """Ends the background compilation and frees kept buffers."""
         self.programs.close()
+        self.memory.keep_only(())
 
 
 class Ordering:
@@ -427,7 +431,11 @@ class Staged:
                 return self._from_flat(load, value, self._recipe.members[key], position)
         if isinstance(value, np.ndarray):
             return value
-        return np.asarray(value.addressable_data(position if key[1] is None else 0))
+        shard = value.addressable_data(position if key[1] is None else 0)
+        if load.how == "view" and not shardings.is_viewable(shard):
+            # JAX keeps the host copy of an array on the array; this one goes with the copy
+            shard = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
+        return np.asarray(shard)
 
     def _from_flat(self, load: Load, value: Any, member: Member, position: int) -> np.ndarray:
         at = position if member.position is None else 0

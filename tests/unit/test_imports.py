@@ -20,7 +20,8 @@ LAYERS = [
     ("reading", "saving"),
     ("manager",),
     ("__init__",),
-    ("orbax", "cli", "testing"),
+    ("orbax", "testing"),
+    ("cli",),
     ("__main__",),
 ]
 HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
