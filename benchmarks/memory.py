@@ -141,7 +141,12 @@ def reading() -> dict[str, int]:
     import jax
 
     gc.collect()
-    return {"rss": status("VmRSS"), "live": sum(array.nbytes for array in jax.live_arrays())}
+    buffers = {  # several arrays may be the same memory
+        shard.data.unsafe_buffer_pointer(): shard.data.nbytes
+        for array in jax.live_arrays()
+        for shard in array.addressable_shards
+    }
+    return {"rss": status("VmRSS"), "live": sum(buffers.values())}
 
 
 def status(field: str) -> int:
