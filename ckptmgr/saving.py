@@ -6,6 +6,7 @@ flight are bounded by `Snapshot.slots`; there is no queue.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Mapping
@@ -84,9 +85,10 @@ class Saves:
         return "sync" if sync or self._options.snapshot.mode == "sync" else "async"
 
     def _saves_since_heartbeat(self) -> int:
-        """Counted in memory; at first from the newest step, so that it survives a restart."""
+        """Counted in memory; at first from the latest save, so that it survives a restart."""
         if self._since_heartbeat is None:
-            newest = next((e.manifest for e in self._tools.catalog.committed() if e.manifest), None)
+            manifests = [e.manifest for e in self._tools.catalog.committed() if e.manifest]
+            newest = max(manifests, key=lambda m: m.created, default=None)
             self._since_heartbeat = newest.since_heartbeat if newest is not None else 0
         return self._since_heartbeat
 
@@ -116,17 +118,21 @@ class Saves:
         handle.warn_only = self._options.on_save_error == "warn"
         deadline = self._options.coordination.deadline_seconds
         thread = worker.SaveThread(handle, deadline)
+        job: pipeline.SaveJob | None = None
         try:
             job = self._job(request, kind)
             self._order_first(job)
-        except BaseException:
+            call.accept(handle, job.mode)
+            before = self._in_flight[-1] if self._in_flight else None
+            self._in_flight.append(handle)
+            self._since_heartbeat = self._saves_since_heartbeat() + 1
+            thread.give(functools.partial(self._finish, job, handle, before))
+        except BaseException:  # an interrupt among them: nothing may wait for this save any more
             thread.cancel()
+            if job is not None:
+                job.ordering.close()
+            self._emitter.settled(handle)
             raise
-        call.accept(handle, job.mode)
-        before = self._in_flight[-1] if self._in_flight else None
-        self._in_flight.append(handle)
-        self._since_heartbeat = self._saves_since_heartbeat() + 1
-        thread.give(lambda: self._finish(job, handle, before))
         self._order_rest(job, handle)
         if kind != "async" or worker.exiting():
             handle.result()
@@ -155,11 +161,7 @@ class Saves:
 
     def _order_first(self, job: pipeline.SaveJob) -> None:
         with self._emitter.span("order", job.step, mode=job.mode) as span:
-            try:
-                job.ordering.first()
-            except BaseException:
-                job.ordering.close()
-                raise
+            job.ordering.first()
             span.note(nbytes=job.nbytes, staging_bytes=job.staging_bytes)
 
     def _order_rest(self, job: pipeline.SaveJob, handle: SaveHandle) -> None:

@@ -145,6 +145,8 @@ def signature(value: Any) -> Hashable:
     kind: Any = type(value)
     if kind is np.ndarray:
         return kind, value.shape, value.dtype
+    if isinstance(value, np.flexible):  # of text and bytes the survey keeps value and length
+        raise TypeError(kind)
     if kind in (bool, float, complex) or isinstance(value, np.generic):
         return kind
     if kind is int and -(2**63) <= value < 2**63:

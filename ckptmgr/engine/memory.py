@@ -74,6 +74,7 @@ class HostMemory:
             for kind, size, buffer in kept:
                 self._buffers.setdefault(kind, []).append((buffer, size))
                 self._kept += size
+            self._has_room(0)  # what is over the bound is not kept
             self._changed.notify_all()
 
     def keep_only(self, kinds: Collection[Kind]) -> None:

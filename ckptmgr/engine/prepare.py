@@ -194,7 +194,8 @@ def _key(item: Any) -> tuple[Hashable | None, list[Any]]:
     """A key that trees of one structure share, None where there is none, and the leaves."""
     try:
         found, treedef = jax.tree_util.tree_flatten(item)
-        key = (treedef, tuple(map(leaves.signature, found)))
+        # equal definitions may have keys of other types: 1, True and 1.0 are equal
+        key = (treedef, str(treedef), tuple(map(leaves.signature, found)))
         hash(key)
     except Exception:  # `survey` says what is wrong, if something is
         return None, []

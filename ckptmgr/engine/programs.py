@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ckptmgr.core.boxes import Shape
@@ -55,7 +56,7 @@ class Gather:
 
     def empty(self) -> jax.Array:
         """A flat array to write over."""
-        return jnp.zeros(self.words, f"uint{8 * self.width}", device=self.out)
+        return jax.device_put(np.zeros(self.words, f"uint{8 * self.width}"), self.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ class Programs:
 
     def wait(self) -> None:
         """Waits until nothing is being compiled."""
-        thread = self._thread
+        with self._lock:  # one that is being made has started when it is let go
+            thread = self._thread
         if thread is not None:
             thread.join()
 

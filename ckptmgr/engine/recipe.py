@@ -154,7 +154,7 @@ class _Cook:
         source = self.sources[leaf]
         assert source is not None
         if isinstance(source, np.ndarray):
-            buffer = ("numpy", source.shape, source.dtype.str) if self._keeps else None
+            buffer = ("numpy", source.shape, source.dtype) if self._keeps else None
             return Load("host", leaf, None, source.nbytes, kind=buffer)
         if is_viewed(self.mode, source) and shardings.is_on_host(source):
             return Load("view", leaf)

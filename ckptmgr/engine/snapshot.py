@@ -174,7 +174,8 @@ class Ordering:
             staged.append(one)
             self._waves += [(one, loads) for loads in work.recipe.loads]
         self.staged = tuple(staged)
-        memory.keep_only(set().union(*(work.recipe.kinds for work in works)))
+        if any(work.recipe.mode == "double_buffer" for work in works):
+            memory.keep_only(set().union(*(work.recipe.kinds for work in works)))
 
     @property
     def started_any(self) -> bool:

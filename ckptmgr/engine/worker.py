@@ -162,6 +162,9 @@ class SaveThread:
         except RuntimeError as exc:
             logger.warning("step %d is saved before save() returns: %s", handle.step, exc)
             handle.thread = threading.current_thread()
+        except BaseException:  # an interrupt, after which the thread may be there or not
+            self.cancel()
+            raise
 
     def give(self, work: Callable[[], None]) -> None:
         """Runs `work`, which marks the handle on its way; its outcome settles the handle."""
@@ -207,6 +210,8 @@ class _Registry:
             for old in [h for h in self._handles if h._is_over()]:
                 del self._handles[old]
             self._handles[handle] = deadline_seconds
+        if exiting():
+            return  # exit handlers run: one that is registered now might never
         # the last handler registered runs first: before what JAX tears down
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
@@ -224,8 +229,8 @@ _registry = _Registry()
 
 
 def exiting() -> bool:
-    """Whether exit handlers run: nobody will wait any more for a save that starts now."""
-    return _registry.exiting
+    """Whether exit handlers run: nobody may wait any more for a save that starts now."""
+    return _registry.exiting or not threading.main_thread().is_alive()
 
 
 def _in_forked_child() -> None:
