@@ -3,6 +3,7 @@
 from ckptmgr.core.info import Items, Restored, Skipped, StepInfo
 from ckptmgr.core.plan import RestorePlan
 from ckptmgr.core.retention import KeepAll, KeepLast
+from ckptmgr.engine.verify import Verdict
 from ckptmgr.engine.worker import SaveHandle
 from ckptmgr.errors import (
     AuditFailed,
@@ -34,7 +35,7 @@ from ckptmgr.options import (
     Snapshot,
     Storage,
 )
-from ckptmgr.reading import Description, describe, plan_restore, restore
+from ckptmgr.reading import Description, describe, plan_restore, restore, verify
 
 __all__ = [
     "AuditFailed",
@@ -72,7 +73,9 @@ __all__ = [
     "StoreError",
     "TreeMismatch",
     "UnsupportedLeaf",
+    "Verdict",
     "describe",
     "plan_restore",
     "restore",
+    "verify",
 ]

@@ -218,7 +218,7 @@ class CheckpointManager:
 
     def _info(self, entry: Entry) -> StepInfo:
         if entry.manifest is not None:
-            return info_of(entry.manifest, entry.suspect)
+            return info_of(entry.manifest, entry.suspect, entry.verified)
         return foreign_info(entry.step, self._store.path(layout.step_name(entry.step)))
 
     def _found(self, step: int) -> Entry:
@@ -331,6 +331,29 @@ class CheckpointManager:
         if self._options.read_only or transient:
             return
         self._catalog.mark_damaged(entry, str(error))
+
+    def verify(
+        self,
+        step: Any = None,
+        *,
+        from_storage: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> tuple[Problem, ...]:
+        """Reads all of `step` (None: the newest, damaged or not); gives everything that is wrong.
+
+        A step that is right goes on record (`StepInfo.verified`), and is still verified when it is
+        restored. One that is damaged is not put aside by this: the next `restore_latest` does so.
+        Of a step of Orbax's only that it can be read is known. Other threads may use the manager
+        meanwhile. Arguments as of `ckptmgr.verify`. Raises StepNotFound.
+        """
+        number = None if step is None else reading.step_number(step)
+        with self._open_for("verify"):
+            if number is not None:
+                self._saves.wait_settled(number)
+        found = reading.verify_in(self._store.root, number, from_storage, progress)
+        if found.step is not None and not self._options.read_only:
+            self._catalog.record_verdict(found.step, found.attempt, found.problems)
+        return found.problems
 
     # -- deleting ---------------------------------------------------------------------------
 

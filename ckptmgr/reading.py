@@ -7,7 +7,7 @@ import operator
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,8 +21,12 @@ from ckptmgr.engine import foreign, goals
 from ckptmgr.engine import restore as engine_restore
 from ckptmgr.engine.catalog import Catalog, Entry
 from ckptmgr.engine.goals import Goals
-from ckptmgr.engine.steps import OpenItem, OpenStep, open_step
+from ckptmgr.engine.presence import is_ours
+from ckptmgr.engine.readback import Progress
+from ckptmgr.engine.steps import OpenItem, OpenStep, info_of, open_step
 from ckptmgr.engine.store import Store, local_path
+from ckptmgr.engine.verify import Verdict, verify_entry
+from ckptmgr.engine.verify import verify as verify_directory
 from ckptmgr.errors import (
     CorruptCheckpoint,
     InvalidOption,
@@ -41,7 +45,9 @@ def open_entry(root: str, entry: Entry) -> OpenStep:
     path = os.path.join(root, layout.step_name(entry.step))
     if entry.manifest is None:
         return foreign.open_foreign(path, entry.step)
-    return open_step(path, entry.step, entry.manifest)
+    opened = open_step(path, entry.step, entry.manifest)
+    info = info_of(entry.manifest, entry.suspect, entry.verified)
+    return replace(opened, info=replace(info, plain=opened.info.plain))
 
 
 def refuse_inside_a_step(root: str) -> None:
@@ -92,12 +98,7 @@ def open_path(path: Any, step: int | None = None) -> OpenStep:
     Raises StepNotFound saying what the path looks like, or CorruptCheckpoint.
     """
     step = None if step is None else step_number(step)
-    where = local_path(path)
-    if not os.path.isdir(where):
-        state = "is a file, not a directory" if os.path.exists(where) else "does not exist"
-        raise StepNotFound(f"{where} {state}{_flax_hint(where)}")
-    if ".orbax-checkpoint-tmp" in os.path.basename(where):
-        raise StepNotFound(f"{where} is a save that did not finish")
+    where = _finished_directory(path)
     if step is None and foreign.is_bare(where) and not _looks_like_step(os.path.dirname(where)):
         return foreign.open_bare(where)
     if step is None and _looks_like_step(where):
@@ -115,6 +116,16 @@ def open_path(path: Any, step: int | None = None) -> OpenStep:
     if entry is None:
         raise StepNotFound(f"there is no committed step in {where}{_hint(where)}")
     return open_entry(where, entry)
+
+
+def _finished_directory(path: Any) -> str:
+    where = local_path(path)
+    if not os.path.isdir(where):
+        state = "is a file, not a directory" if os.path.exists(where) else "does not exist"
+        raise StepNotFound(f"{where} {state}{_flax_hint(where)}")
+    if ".orbax-checkpoint-tmp" in os.path.basename(where):
+        raise StepNotFound(f"{where} is a save that did not finish")
+    return where
 
 
 def newest(catalog: Catalog) -> Entry | None:
@@ -375,6 +386,56 @@ def describe(path: Any, step: int | None = None) -> Description:
         {name: tree.shardings if tree else () for name, tree in trees.items()},
         {name: item.unreadable for name, item in opened.items.items() if item.unreadable},
     )
+
+
+def verify(
+    path: Any,
+    step: int | None = None,
+    *,
+    from_storage: bool = False,
+    progress: Progress | None = None,
+) -> Verdict:
+    """Reads all of a step and tells everything that is wrong with it; damage is not raised.
+
+    No device is touched and nothing is written. Chunks under way take at most 128 MiB, or one
+    chunk where that is larger; besides, caches and the step's metadata are in memory. A step that
+    another writer replaces meanwhile is verified anew. Raises StepNotFound.
+
+    Args:
+      path: a step's directory, whatever its name; a run's; or bare output of Orbax.
+      step: of a run; None: the newest, damaged or not.
+      from_storage: drop the step from the page cache first, where the system can.
+      progress: is told array bytes that are done and in all; first (0, all), last (all, all).
+    """
+    where = _finished_directory(path)
+    if step is not None:
+        return verify_in(where, step_number(step), from_storage, progress)
+    bare = foreign.is_bare(where) and not _looks_like_step(os.path.dirname(where))
+    number = layout.parse_step(os.path.basename(where))
+    if bare or (number is None and _looks_like_step(where)):
+        orbax = not is_ours(Store(where))
+        return verify_directory(
+            where, number, is_foreign=orbax, from_storage=from_storage, progress=progress
+        )
+    root = os.path.dirname(where)
+    entry = None if number is None else _catalog(root).entry(number)
+    if entry is not None and not is_no_step(entry):
+        return verify_in(root, number, from_storage, progress)
+    return verify_in(where, None, from_storage, progress)
+
+
+def verify_in(
+    root: str, step: int | None, from_storage: bool, progress: Progress | None
+) -> Verdict:
+    """Verifies a step of the run in `root`; None: the newest, damaged or not."""
+    catalog = _catalog(root)
+    if step is None:
+        step = next((e.step for e in catalog.entries() if not is_no_step(e)), None)
+        if step is None:
+            raise StepNotFound(f"there is no step in {root}{_hint(root)}")
+    elif catalog.entry(step) is None:
+        raise StepNotFound(f"there is no step {step} in {root}{_hint(root)}", step)
+    return verify_entry(catalog, step, from_storage=from_storage, progress=progress)
 
 
 def problems_of(path: Any) -> tuple[tuple[int, Problem], ...]:

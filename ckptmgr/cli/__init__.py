@@ -1,7 +1,8 @@
 """The command line: parse, call the public API, print text or JSON.
 
 Exit status: 0 all is well; 1 something is damaged or was not found, with one line on stderr that
-says what; 2 the call was wrong; 3 the directory is there and holds no step.
+says what; 2 the call was wrong; 3 the directory is there and holds no step (of `verify`: there is
+no such step).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from importlib import metadata
 
 import jax
 
-from ckptmgr.cli import chaos, listing, showing
+from ckptmgr.cli import chaos, listing, showing, verifying
 from ckptmgr.cli.answer import FAILED, USAGE, Answer
 from ckptmgr.errors import CheckpointError, InvalidOption
 
@@ -46,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_to(commands)
     chaos.add_to(commands)
     showing.add_to(commands)
+    verifying.add_to(commands)
     return parser
 
 

@@ -33,13 +33,14 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("path", metavar="PATH", help="a step's directory, or a run's")
     parser.add_argument(
-        "--step", type=_step, metavar="N", help="of a run: this step instead of the latest"
+        "--step", type=step_argument, metavar="N", help="of a run: this step instead of the latest"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
-def _step(text: str) -> int:
+def step_argument(text: str) -> int:
+    """A step on the command line."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"a step is a whole number from 0, not {text!r}")
     return int(text)

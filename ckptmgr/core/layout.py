@@ -5,6 +5,7 @@
 <root>/<step>.orbax-checkpoint-tmp-<attempt>/   a save under way, or an abandoned one
 <root>/_ckptmgr/intents/<attempt>.json          who is saving what, removed last
 <root>/_ckptmgr/damaged/<step>.json             a restore found this step damaged
+<root>/_ckptmgr/verified/<step>.json            all of this step was compared and is right
 <root>/_ckptmgr/quarantine/<step>-<attempt>/    a damaged directory that stood in the way of a save
 <root>/_ckptmgr/trash/<step>-<attempt>/         a deleted step whose bytes go next
 ```
@@ -76,6 +77,11 @@ def suspect_name(step: int) -> str:
     return f"{PRIVATE}/suspect/{step}.json"
 
 
+def verified_name(step: int) -> str:
+    """The record that all of a step was compared with its digests."""
+    return f"{PRIVATE}/verified/{step}.json"
+
+
 def quarantine_name(step: int, attempt: str) -> str:
     return f"{PRIVATE}/quarantine/{step}-{attempt}"
 
@@ -144,6 +150,12 @@ def receipt_file(item: str, process: int) -> str:
 def parse_receipt(name: str) -> int | None:
     found = _RECEIPT.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def is_receipt(path: str, item: str) -> bool:
+    """Whether a path below the step is that of a receipt of `item`."""
+    directory, _, name = path.rpartition("/")
+    return directory == own_dir(item) and parse_receipt(name) is not None
 
 
 def state_file(item: str, process: int) -> str:

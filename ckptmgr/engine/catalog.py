@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class Entry:
       foreign: whether Orbax wrote it.
       problem: why it is not a step; None for a committed one.
       suspect: why its values are in doubt, of a committed step; "" where they are not.
+      verified: whether a full verification of this very attempt is on record.
       unreadable: set besides `problem` where storage refused to say what it is.
     """
 
@@ -65,6 +66,7 @@ class Entry:
     foreign: bool = False
     problem: Problem | None = None
     suspect: str = ""
+    verified: bool = False
     unreadable: StoreError | None = None
 
 
@@ -124,9 +126,10 @@ class Catalog:
         if self._record(record).get("attempt") == manifest.attempt:
             why = f"found damaged by an earlier restore, see {self.store.path(record)}"
             return Entry(step, problem=Problem(record, why))
-        doubt = self._record(layout.suspect_name(step))
-        suspect = str(doubt["reason"]) if doubt.get("attempt") == manifest.attempt else ""
-        return Entry(step, manifest, suspect=suspect)
+        suspect = self._doubt(step, manifest.attempt)
+        proof = self._record(layout.verified_name(step), "time")
+        verified = proof.get("attempt") == manifest.attempt
+        return Entry(step, manifest, suspect=suspect, verified=verified)
 
     def mark_damaged(self, entry: Entry, reason: str) -> None:
         """Puts a step of ours aside: it is no longer listed, counted or in the way of a save.
@@ -135,31 +138,77 @@ class Catalog:
         """
         if entry.manifest is None:
             return
-        self._put_record(layout.damaged_name(entry.step), entry.manifest.attempt, reason)
+        self._put_record(
+            layout.damaged_name(entry.step), attempt=entry.manifest.attempt, reason=reason
+        )
+        self._retract_verified(entry.step)
 
     def mark_suspects(self, reason: str) -> tuple[int, ...]:
-        """Marks the asynchronous saves since the last heartbeat; returns their steps."""
+        """Marks the staged saves since the last heartbeat; returns their steps.
+
+        A clock may have gone back, and steps too: what is later by either counts. On an
+        accelerator every save but a heartbeat is staged.
+        """
         entries = [entry for entry in self.committed() if entry.manifest is not None]
         manifests = [entry.manifest for entry in entries if entry.manifest is not None]
-        last = max((m.created for m in manifests if m.kind == "heartbeat"), default=-1.0)
-        found = [m for m in manifests if m.kind == "async" and m.created > last]
+        beats = [m for m in manifests if m.kind == "heartbeat"]
+        last = max(beats, key=lambda m: m.created, default=None)
+        found = [
+            m
+            for m in manifests
+            if (
+                m.kind == "async" or (m.topology.get("platform") != "cpu" and m.kind != "heartbeat")
+            )
+            and (last is None or m.created > last.created or m.step > last.step)
+        ]
         for document in found:
-            self._put_record(layout.suspect_name(document.step), document.attempt, reason)
+            self._put_record(
+                layout.suspect_name(document.step), attempt=document.attempt, reason=reason
+            )
         return tuple(sorted(document.step for document in found))
 
-    def _put_record(self, name: str, attempt: str, reason: str) -> None:
-        self.store.make_dir(os.path.dirname(name))
-        self.store.remove_file(name)
-        self.store.put_file(name, json.dumps({"attempt": attempt, "reason": reason}).encode())
+    def record_verdict(self, step: int, attempt: str, problems: Sequence[Problem]) -> None:
+        """Puts on record that all of a step was compared and is right, or takes that back.
 
-    def _record(self, name: str) -> dict[str, Any]:
+        The record is void once another attempt is in the step's place. `attempt` is "" for a step
+        of Orbax's, of which nothing is recorded. What cannot be recorded is logged.
+        """
+        try:
+            if attempt and not problems:
+                name = layout.verified_name(step)
+                self._put_record(name, attempt=attempt, time=self._clock.time())
+            elif not all(problem.transient for problem in problems):
+                self._retract_verified(step)
+        except StoreError as exc:
+            logger.warning("step %d: its verification is not on record: %s", step, exc)
+
+    def _retract_verified(self, step: int) -> None:
+        if self.store.exists(layout.verified_name(step)):
+            self.store.remove_file(layout.verified_name(step))
+
+    def _put_record(self, name: str, **fields: Any) -> None:
+        self.store.make_dir(os.path.dirname(name))
+        self.store.remove_tree(name)
+        self.store.put_file(name, json.dumps(fields).encode())
+
+    def _record(self, name: str, needed: str = "reason") -> dict[str, Any]:
         """A record about a step, empty where there is none that can be read."""
         text = self._read_or_none(name)
         try:
             found = json.loads(text) if text else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) and "reason" in found else {}
+        return found if isinstance(found, dict) and needed in found else {}
+
+    def _doubt(self, step: int, attempt: str) -> str:
+        """Why a step is suspect, or ""; a record that cannot be read is no reason to trust it."""
+        name = layout.suspect_name(step)
+        record = self._record(name)
+        if record:
+            return str(record["reason"]) if record.get("attempt") == attempt else ""
+        if not self.store.exists(name):
+            return ""
+        return f"the record {self.store.path(name)} cannot be read; remove it if the step is good"
 
     def _record_of(self, step: int) -> str:
         """The attempt that is on record as damaged for a step, or ""."""
@@ -244,6 +293,8 @@ class Catalog:
         try:
             self.store.sync_path("")
             self._end(attempt)
+            if self.store.exists(layout.suspect_name(attempt.step)):  # of the step before
+                self.store.remove_tree(layout.suspect_name(attempt.step))
         except StoreError as exc:
             raise StoreError(
                 f"step {attempt.step} is in place, but may not survive a crash of the machine: "
@@ -366,6 +417,7 @@ class Catalog:
                 return False  # somebody else deleted it meanwhile
             raise
         self.store.remove_file(layout.suspect_name(step))
+        self._retract_verified(step)
         return True
 
     def _discard(self, name: str, step: int, unique: str) -> None:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptmgr.core import layout, orbax_format
 from ckptmgr.core.info import StepInfo
 from ckptmgr.core.manifest import FormatError, StoredLeaf, StoredTree
 from ckptmgr.core.orbax_format import ForeignLeaf
+from ckptmgr.engine.readback import Part
 from ckptmgr.engine.reader import Reader
 from ckptmgr.engine.steps import OpenItem, OpenStep
 from ckptmgr.engine.store import Store
-from ckptmgr.errors import CorruptCheckpoint, Problem
+from ckptmgr.errors import CorruptCheckpoint, Problem, StoreError
 
 _UNKNOWN = "the item cannot be read: ckptmgr does not know its kind"
 _AGGREGATED = "its value lies in Orbax's aggregate file (msgpack), which ckptmgr does not read"
@@ -63,17 +64,23 @@ def open_bare(path: str) -> OpenStep:
 def open_foreign(path: str, step: int) -> OpenStep:
     """Opens a step that Orbax's manager wrote."""
     store = Store(path)
-    items: dict[str, OpenItem] = {}
-    for name in sorted(store.names()):
-        if not store.is_dir(name) or name.startswith(".") or name == layout.METRICS_ITEM:
-            continue
-        items[name] = _item(store, step, name)
+    items = {name: _item(store, step, name) for name in _item_names(store)}
     if not any(not item.unreadable for item in items.values()):
         raise CorruptCheckpoint(step, [Problem("", "no item of it can be read by ckptmgr")])
     return OpenStep(foreign_info(step, path), path, items)
 
 
+def _item_names(store: Store) -> list[str]:
+    """The items of a step that Orbax wrote."""
+    return [
+        name
+        for name in sorted(store.names())
+        if store.is_dir(name) and not name.startswith(".") and name != layout.METRICS_ITEM
+    ]
+
+
 def _item(store: Store, step: int, name: str) -> OpenItem:
+    """One item of a step. Raises CorruptCheckpoint where it is damaged."""
     path = store.path(name)
     if store.exists(layout.pytree_metadata(name)):
         return _tree_item(store, step, name)
@@ -184,3 +191,63 @@ def _python_type(dtype: str) -> str:
     if dtype == "bool":
         return "bool"
     return "int" if dtype.startswith(("int", "uint")) else "float"
+
+
+@dataclass(slots=True)
+class Look:
+    """A step of Orbax's as far as it opens.
+
+    Attributes:
+      parts: the arrays that can be read.
+      problems: everything of its metadata that is damaged.
+      notes: what ckptmgr does not read and so does not check.
+    """
+
+    parts: list[Part] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def look(path: str, step: int) -> Look:
+    """Opens item by item what Orbax's manager or its `Checkpointer` wrote."""
+    store = Store(path)
+    bare = is_bare(path)
+    found = Look()
+    for name in [""] if bare else _item_names(store):
+        called = name or os.path.basename(path)
+        try:
+            item = _tree_item(store, step, name) if bare else _item(store, step, name)
+        except CorruptCheckpoint as exc:
+            found.problems += exc.problems
+        except (FormatError, StoreError) as exc:
+            transient = isinstance(exc, StoreError)
+            found.problems.append(Problem(called, str(exc), transient=transient))
+        else:
+            _look_at(item, called, found)
+    for file in () if bare else (layout.CHECKPOINT_METADATA, layout.metrics_file()):
+        try:
+            if store.exists(file):
+                json.loads(store.read_file(file))
+        except ValueError as exc:
+            found.problems.append(Problem(file, f"not JSON ({exc})"))
+        except StoreError as exc:
+            found.problems.append(Problem(file, str(exc), transient=True))
+    return found
+
+
+def _look_at(item: OpenItem, called: str, found: Look) -> None:
+    if item.unreadable:
+        found.notes.append(f"{called}: not checked: {item.unreadable}")
+    if item.tree is None:
+        return
+    unreadable = [leaf for leaf in item.tree.leaves if leaf.kind == "unreadable"]
+    aside = sum(leaf.value == _AGGREGATED for leaf in unreadable)
+    if aside:
+        text = f"values of {aside} leaves lie in Orbax's aggregate file (msgpack)"
+        found.notes.append(f"{called}: not checked: {text}, which ckptmgr does not read")
+    found.problems += [
+        Problem(called, leaf.value or "", leaf.dotted)
+        for leaf in unreadable
+        if leaf.value != _AGGREGATED
+    ]
+    found.parts.append(Part(called, item.path, item.tree, {}, strict=False))

@@ -2,7 +2,8 @@
 
 Every file's pages are dropped from the page cache, and the kernel is asked page by page whether
 they are gone. Then every metadata file is read, and every chunk through the item's database, the
-way a restore reads it; all that is wrong is told, not only the first thing.
+way a restore reads it; all that is wrong is told, not only the first thing. `ckptmgr.engine.verify`
+does the same with a step that is published, and drops nothing unless it is asked to.
 
 What is not guaranteed. "storage" means that this machine's page cache did not have the bytes: a
 cache further down (a disk's, a hypervisor's, a file server's, ZFS's own) may still have answered,
@@ -19,7 +20,7 @@ import errno
 import itertools
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,12 @@ BEGUN = 512
 
 LEAST_BYTES = 4096
 """What a chunk under way counts for at least."""
+
+HOST_BYTES = 128 * 2**20
+"""Bound of the buffers of chunks under way."""
+
+Progress = Callable[[int, int], None]
+"""Is told bytes that are done and bytes in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ def read_back(
     items: Mapping[str, tuple[StoredTree, Digests]],
     files: Mapping[str, tuple[int, str]],
     *,
-    host_bytes: int = 128 * 2**20,
+    host_bytes: int = HOST_BYTES,
 ) -> ReadBack:
     """Reads the step in the directory `path` and compares all of it.
 
@@ -72,26 +79,70 @@ def read_back(
       files: metadata file, as path below the step -> its size and digest.
       host_bytes: bound of the buffers of chunks under way; a chunk that needs more goes alone.
     """
-    evicted, problems = _evict_all(path)
+    evicted, problems = evict(path)
     problems += _file_problems(path, files)
-    window = _Window(host_bytes)
-    for name, (tree, digests) in items.items():
-        if tree.has_arrays:
-            item = _Item(name, tree, digests, Reader(None, tree, f"{path}/{name}", digests))
-            _check_chunks(item, window)
-    window.drain()
+    parts = [Part(name, f"{path}/{name}", tree, digests) for name, (tree, digests) in items.items()]
+    found, nbytes = check_arrays(parts, host_bytes=host_bytes)
     source = STORAGE if evicted else PAGE_CACHE
-    return ReadBack((*problems, *window.problems), window.nbytes, source)
+    return ReadBack((*problems, *found), nbytes, source)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The arrays of one item, and what they should hold.
+
+    Attributes:
+      name: the item's, for problems.
+      path: its absolute directory.
+      tree: its tree.
+      digests: of every chunk, by leaf number and chunk index.
+      strict: whether a chunk without a digest is a problem; else it is only read.
+    """
+
+    name: str
+    path: str
+    tree: StoredTree
+    digests: Digests
+    strict: bool = True
+
+
+def check_arrays(
+    parts: Iterable[Part],
+    *,
+    host_bytes: int = HOST_BYTES,
+    progress: Progress = lambda done, total: None,
+) -> tuple[tuple[Problem, ...], int]:
+    """Reads every chunk and compares its digest; gives all problems, and the bytes that are right.
+
+    `progress` is told array bytes: nothing at first and everything last, damaged or not.
+    """
+    window = _Window(host_bytes, progress)
+    items = [
+        _Item(part, Reader(None, part.tree, part.path, part.digests))
+        for part in parts
+        if part.tree.has_arrays
+    ]
+    window.expect(sum(leaf.nbytes for item in items for leaf in item.part.tree.leaves))
+    for item in items:
+        _check_chunks(item, window)
+    window.drain()
+    return tuple(window.problems), window.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
     """One item with arrays."""
 
-    name: str
-    tree: StoredTree
-    digests: Digests
+    part: Part
     reader: Reader
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    @property
+    def tree(self) -> StoredTree:
+        return self.part.tree
 
     def held_bytes(self, leaf: StoredLeaf) -> int:
         """What a chunk under way may hold: its bytes as read, a form between, and our buffer."""
@@ -102,12 +153,25 @@ class _Item:
 class _Window:
     """The chunks under way, and what has been found of those that arrived."""
 
-    def __init__(self, host_bytes: int) -> None:
+    def __init__(self, host_bytes: int, progress: Progress) -> None:
         self.problems: dict[Problem, None] = {}  # an array that cannot be opened is told once
         self.nbytes = 0
         self._host_bytes = host_bytes
+        self._progress = progress
+        self._done = self._total = 0
         self._held = 0
         self._asked: collections.deque[tuple[Reader, Asked, int]] = collections.deque()
+
+    def expect(self, total: int) -> None:
+        """Says how many bytes there are in all, before the first is asked for."""
+        self._total = total
+        self._progress(0, total)
+
+    def pass_over(self, nbytes: int) -> None:
+        """Counts bytes as done."""
+        self._done += nbytes
+        if self._done < self._total:  # the end is told when it is the end
+            self._progress(self._done, self._total)
 
     def ask(self, item: _Item, unit: Unit, opening: Opening) -> None:
         """Starts to read a chunk, after waiting for earlier ones where the bound asks for it."""
@@ -115,11 +179,12 @@ class _Window:
         held = item.held_bytes(leaf)
         while self._asked and self._held + held > self._host_bytes:
             self._settle()
+        values = np.empty(unit.box.shape, leaf.stored_dtype)
         try:
-            values = np.empty(unit.box.shape, leaf.stored_dtype)
             asked = item.reader.ask(unit, opening, values)
         except CorruptCheckpoint as exc:
             self.note(*exc.problems)
+            self.pass_over(values.nbytes)
             return
         self._asked.append((item.reader, asked, held))
         self._held += held
@@ -130,6 +195,7 @@ class _Window:
     def drain(self) -> None:
         while self._asked:
             self._settle()
+        self._progress(self._total, self._total)
 
     def _settle(self) -> None:
         reader, asked, held = self._asked.popleft()
@@ -140,12 +206,13 @@ class _Window:
             self.note(*exc.problems)
         else:
             self.nbytes += asked.values.nbytes
+        self.pass_over(asked.values.nbytes)
 
 
 def _check_chunks(item: _Item, window: _Window) -> None:
     """Asks for every chunk of an item, and compares what its arrays say of themselves."""
     leaves = item.tree.leaves
-    for number, index in sorted(item.digests.keys() - set(_chunks(item.tree))):
+    for number, index in sorted(item.part.digests.keys() - set(_chunks(item.tree))):
         leaf = leaves[number].dotted if number < len(leaves) else ""
         window.note(Problem(item.name, f"chunk {list(index)} does not belong to the array", leaf))
     opened: set[int] = set()
@@ -168,14 +235,15 @@ def _chunks(tree: StoredTree) -> Iterator[tuple[int, Shape]]:
 
 
 def _units(item: _Item, window: _Window) -> Iterator[Unit]:
-    """Every chunk whose digest is known; the others are problems."""
+    """Every chunk that is to be read: where a digest is a must, those without are problems."""
     for number, index in _chunks(item.tree):
         leaf = item.tree.leaves[number]
         box = manifest.chunk_box(leaf, index)
-        if item.digests.get((number, index)):
+        if item.part.digests.get((number, index)) or not item.part.strict:
             yield Unit(number, box, (), (index,))
         else:
             window.note(Problem(item.name, f"no digest of box {box} is known", leaf.dotted))
+            window.pass_over(box.size * manifest.itemsize(leaf.stored_dtype))
 
 
 def _check_metadata(item: _Item, leaves: Iterator[StoredLeaf], window: _Window) -> None:
@@ -215,7 +283,7 @@ def _file_problems(path: str, files: Mapping[str, tuple[int, str]]) -> list[Prob
     return problems
 
 
-def _evict_all(path: str) -> tuple[bool, list[Problem]]:
+def evict(path: str) -> tuple[bool, list[Problem]]:
     """Drops all files below `path` from the page cache.
 
     Returns whether they are known to be gone from it, and files whose writing failed late.
@@ -229,7 +297,7 @@ def _evict_all(path: str) -> tuple[bool, list[Problem]]:
                 continue
             seen = True
             try:
-                gone &= _evict(file)
+                gone &= _evict_file(file)
             except OSError as exc:
                 gone = False
                 if exc.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
@@ -240,7 +308,7 @@ def _evict_all(path: str) -> tuple[bool, list[Problem]]:
     return seen and gone, problems
 
 
-def _evict(file: str) -> bool:
+def _evict_file(file: str) -> bool:
     """Drops one file's pages; whether it is known that the cache holds none now."""
     if not hasattr(os, "posix_fadvise"):
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,8 +55,11 @@ class OpenStep:
         return set(self.items) == {layout.DEFAULT_ITEM}
 
 
-def info_of(document: Manifest, suspect: str = "") -> StepInfo:
-    """What a manifest says, for the user."""
+def info_of(document: Manifest, suspect: str = "", verified: bool = False) -> StepInfo:
+    """What a manifest says, and records about the step, for the user.
+
+    A heartbeat counts as verified: it was read back before it was published.
+    """
     return StepInfo(
         step=document.step,
         kind=document.kind,
@@ -65,6 +68,7 @@ def info_of(document: Manifest, suspect: str = "") -> StepInfo:
         nbytes=document.nbytes,
         metrics=values.decode(document.metrics) or {},
         extra=values.decode(document.extra),
+        verified=verified or document.kind == "heartbeat",
         topology=document.topology,
     )
 
@@ -75,18 +79,21 @@ def open_step(path: str, step: int, document: Manifest) -> OpenStep:
     Raises CorruptCheckpoint with every problem found in its metadata.
     """
     store = Store(path)
-    texts, problems = _checked_files(store, document)
+    texts, problems = checked_files(store, document.files)
     if problems:
         raise CorruptCheckpoint(step, problems)
     items = {}
     for name, kind in document.items.items():
         try:
-            item = _open_item(store, name, kind, texts)
+            item = open_item(store, name, kind, texts)
+            receipts = receipts_of(name, texts)
         except FormatError as exc:
             problems.append(Problem(name, str(exc)))
             continue
         items[name] = item
-        problems += _structure_problems(store, item, texts)
+        if item.tree is not None:
+            problems += chunk_problems(item, receipts)
+            problems += data_problems(store, name, receipts)
     if problems:
         raise CorruptCheckpoint(step, problems)
     plain = {
@@ -98,11 +105,13 @@ def open_step(path: str, step: int, document: Manifest) -> OpenStep:
     return OpenStep(replace(info_of(document), plain=plain), path, items)
 
 
-def _checked_files(store: Store, document: Manifest) -> tuple[dict[str, bytes], list[Problem]]:
-    """The metadata files that the manifest lists, each compared with its digest."""
+def checked_files(
+    store: Store, files: Mapping[str, tuple[int, str]]
+) -> tuple[dict[str, bytes], list[Problem]]:
+    """The metadata files that a manifest lists, each compared with its digest."""
     texts: dict[str, bytes] = {}
     problems = []
-    for name, (size, digest) in document.files.items():
+    for name, (size, digest) in files.items():
         try:
             text = store.read_file(name)
         except StoreError as exc:
@@ -117,7 +126,8 @@ def _checked_files(store: Store, document: Manifest) -> tuple[dict[str, bytes], 
     return texts, problems
 
 
-def _open_item(store: Store, name: str, kind: str, texts: Mapping[str, bytes]) -> OpenItem:
+def open_item(store: Store, name: str, kind: str, texts: Mapping[str, bytes]) -> OpenItem:
+    """One item out of its checked metadata files. Raises FormatError."""
     path = store.path(name)
     if kind == "state":
         text = texts.get(layout.state_file(name, 0))
@@ -129,13 +139,14 @@ def _open_item(store: Store, name: str, kind: str, texts: Mapping[str, bytes]) -
         raise FormatError("its tree is not in the manifest's list of files")
     digests = {
         (chunk.leaf, chunk.index): chunk.digest
-        for receipt in _receipts(name, texts)
+        for receipt in receipts_of(name, texts)
         for chunk in receipt.chunks
     }
     return OpenItem(name, path, StoredTree.from_json(text), None, digests)
 
 
-def _receipts(item: str, texts: Mapping[str, bytes]) -> list[Receipt]:
+def receipts_of(item: str, texts: Mapping[str, bytes]) -> list[Receipt]:
+    """What each process wrote of an item. Raises FormatError."""
     prefix = layout.receipt_file(item, 0).rpartition("/")[0] + "/"
     return [
         Receipt.from_json(text)
@@ -144,18 +155,22 @@ def _receipts(item: str, texts: Mapping[str, bytes]) -> list[Receipt]:
     ]
 
 
-def _structure_problems(store: Store, item: OpenItem, texts: Mapping[str, bytes]) -> list[Problem]:
-    """Chunks that no receipt has, and data files that are missing or cut short."""
-    if item.tree is None:
-        return []
-    receipts = _receipts(item.name, texts)
+def chunk_problems(item: OpenItem, receipts: Sequence[Receipt]) -> list[Problem]:
+    """Chunks that are not in exactly one receipt, of an item with a tree."""
+    assert item.tree is not None
     problems = []
     for number, index, why in manifest.missing_chunks(item.tree, receipts):
         leaf = item.tree.leaves[number].dotted if number < len(item.tree.leaves) else ""
         problems.append(Problem(item.name, f"chunk {list(index)} {why}", leaf))
+    return problems
+
+
+def data_problems(store: Store, item: str, receipts: Sequence[Receipt]) -> list[Problem]:
+    """Data files of an item that are missing or of another size than was written."""
+    problems = []
     for receipt in receipts:
         for name, size in receipt.files.items():
-            full = f"{item.name}/{name}"
+            full = f"{item}/{name}"
             try:
                 found = os.stat(store.path(full)).st_size
             except FileNotFoundError:

@@ -99,7 +99,9 @@ def test_values_that_are_not_those_of_the_call_are_found(tmp_path, monkeypatch):
 def test_the_command_prints_a_verdict_for_each_sentence_and_leaves_nothing(tmp_path, capsys):
     assert main(["chaos", str(tmp_path), "--parts", "store"]) == 0
     told = capsys.readouterr()
-    assert told.out.startswith("VERDICT") and told.out.count("\nholds") == len(store_contract.CHECKS)
+    assert told.out.startswith("VERDICT") and told.out.count("\nholds") == len(
+        store_contract.CHECKS
+    )
     assert told.err == "" and os.listdir(tmp_path) == []
     assert main(["chaos", str(tmp_path), "--parts", "store", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

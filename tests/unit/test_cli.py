@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ckptmgr
 from ckptmgr import Items
-from ckptmgr.cli import answer, main
+from ckptmgr.cli import answer, main, verifying
 from tests.support import run_python
 
 
@@ -343,9 +343,117 @@ def test_looking_changes_nothing(run, call):
         }
 
     before = state()
-    for arguments in (["ls", run], ["ls", run, "--json"], ["show", run], ["show", run / "9"]):
+    for arguments in (
+        ["ls", run],
+        ["ls", run, "--json"],
+        ["show", run],
+        ["show", run / "9"],
+        ["verify", run, "--all"],
+        ["verify", run / "2", "--from-storage"],
+    ):
         assert call(*arguments)[0] == 0
     assert state() == before
+
+
+# -- verify -----------------------------------------------------------------------------------
+
+
+def test_verify_of_a_run_verifies_its_newest_step(made, call):
+    status, out, err = call("verify", made)
+    assert (status, err) == (0, "")
+    assert [line.split() for line in out.splitlines()] == [
+        ["STEP", "KIND", "VERDICT", "READ", "PROBLEMS"],
+        ["10", "async", "verified", "24", "B", "0"],
+    ]
+
+
+@pytest.mark.parametrize("how", [["2"], [".", "--step", "2"]])
+def test_verify_of_one_step(made, call, how):
+    status, out, err = call("verify", made / how[0], *how[1:])
+    assert (status, err) == (0, "")
+    assert out.splitlines()[1].split()[:3] == ["2", "sync", "verified"]
+
+
+def test_verify_of_all_steps_says_of_orbaxs_that_it_has_no_digests(made, call):
+    status, out, err = call("verify", made, "--all")
+    table, _, below = out.partition("\n\n")
+    assert (status, err) == (0, "")
+    assert [line.split()[:3] for line in table.splitlines()[1:]] == [
+        ["2", "sync", "verified"],
+        ["9", "foreign", "readable"],
+        ["10", "async", "verified"],
+    ]
+    assert below == ("step 9:\n  note: not verified: written by Orbax, which records no digests\n")
+
+
+def test_verify_tells_every_problem_of_every_step(run, call):
+    (run / "2" / "_CKPTMGR").unlink()
+    (run / "10" / "metadata").write_text("stray")
+    (run / "10" / "data" / "metadata").write_text("{}")
+    (run / "10" / "state" / "_METADATA").unlink()
+    (run / "11").mkdir()
+    status, out, err = call("verify", run, "--all")
+    assert status == 1
+    assert err == "ckptmgr: 3 of 4 steps failed with 5 problems\n"
+    assert "step 2:\n  _CKPTMGR: missing\n  note: " in out
+    assert "  data/metadata: has 2 bytes instead of " in out
+    assert "  state/_METADATA: missing\n" in out
+    assert "  note: nothing names these (1): metadata\n" in out
+    assert "step 11:\n  no manifest of ckptmgr and no metadata of Orbax\n" in out
+    status, out, err = call("verify", run, "--step", 2)
+    assert (status, err) == (1, "ckptmgr: step 2 failed with 1 problem\n")
+
+
+def test_verify_as_json_has_every_field(run, call):
+    (run / "10" / "state" / "_METADATA").unlink()
+    status, out, _ = call("verify", run, "--all", "--json")
+    two, nine, ten = json.loads(out)["verdicts"]
+    assert status == 1
+    assert (two["step"], two["good"], two["verified"], two["nbytes"]) == (2, True, True, 8306)
+    assert (nine["kind"], nine["good"], nine["verified"]) == ("foreign", True, False)
+    assert (ten["good"], ten["verified"]) == (False, False)
+    assert ten["problems"] == [
+        {"file": "state/_METADATA", "message": "missing", "leaf": "", "transient": False}
+    ]
+
+
+def test_verify_of_what_is_not_there_is_status_3(made, tmp_path, call):
+    for arguments in (
+        [made, "--step", 5],
+        [tmp_path / "gone"],
+        [tmp_path],
+        [tmp_path, "--all"],
+    ):
+        status, out, err = call("verify", *arguments)
+        assert (status, out) == (3, "") and err
+    assert call("verify", made / "2", "--all")[0] == 2
+
+
+def test_verify_shows_a_bar_on_a_terminal_only(made, call, capsys, monkeypatch):
+    assert call("verify", made)[2] == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["verify", str(made), "--step", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("STEP")
+    assert err.startswith("\rstep 2 [....") and "of 8.31 kB" in err
+    assert err.endswith("\r\x1b[K")  # nothing of it stays
+
+
+def test_the_bar_shows_how_far_it_is_and_is_not_drawn_at_every_step(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(verifying.time, "monotonic", lambda: now[0])
+    bar = verifying._Bar("")
+    for done, at in ((0, 100.0), (10**6, 100.05), (2 * 10**6, 101.0)):
+        now[0] = at
+        bar(done, 4 * 10**6)
+    drawn = capsys.readouterr().err.split("\r")[1:]
+    assert [line.split("]")[1] for line in drawn] == [
+        "   0% of 4 MB, 0 B/s\x1b[K",
+        "  50% of 4 MB, 2 MB/s\x1b[K",
+    ]
+    now[0] = 200.0
+    bar(0, 0)  # a step without arrays
+    assert "100% of 0 B" in capsys.readouterr().err
 
 
 # -- the call itself --------------------------------------------------------------------------
@@ -354,7 +462,8 @@ def test_looking_changes_nothing(run, call):
 @pytest.mark.parametrize(
     "arguments",
     [[], ["nope"], ["ls"], ["show"], ["ls", "a", "b"], ["show", "a", "--step", "x"]]
-    + [["show", "a", "--step=-1"], ["ls", "a", "--what"]],
+    + [["show", "a", "--step=-1"], ["ls", "a", "--what"]]
+    + [["verify"], ["verify", "a", "--step", "x"], ["verify", "a", "--step", "1", "--all"]],
 )
 def test_a_wrong_call_is_status_2_and_shows_the_usage(capsys, arguments):
     with pytest.raises(SystemExit) as ended:
@@ -423,7 +532,7 @@ def test_names_print_on_a_terminal_that_knows_only_ascii(tmp_path):
     assert r"gr\xf6\xdfe" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["ls", "show"])
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_a_reader_that_goes_away_is_no_failure(made, command):
     reader, writer = os.pipe()
     os.close(reader)  # gone before the first byte, so that no buffer is large enough
