@@ -1,5 +1,6 @@
 """ckptmgr: checkpoints for JAX training that do not stall it and can prove what they saved."""
 
+from ckptmgr.checking import verify
 from ckptmgr.core.info import Items, Restored, Skipped, StepInfo
 from ckptmgr.core.plan import RestorePlan
 from ckptmgr.core.retention import KeepAll, KeepLast
@@ -35,7 +36,7 @@ from ckptmgr.options import (
     Snapshot,
     Storage,
 )
-from ckptmgr.reading import Description, describe, plan_restore, restore, verify
+from ckptmgr.reading import Description, describe, plan_restore, restore
 
 __all__ = [
     "AuditFailed",

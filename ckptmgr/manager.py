@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ckptmgr import reading
+from ckptmgr import checking, reading
 from ckptmgr.core import layout
 from ckptmgr.core.info import Restored, Skipped, StepInfo
 from ckptmgr.engine import coord, pipeline
@@ -337,6 +337,7 @@ class CheckpointManager:
         step: Any = None,
         *,
         from_storage: bool = False,
+        leaf_digests: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> tuple[Problem, ...]:
         """Reads all of `step` (None: the newest, damaged or not); gives everything that is wrong.
@@ -350,7 +351,8 @@ class CheckpointManager:
         with self._open_for("verify"):
             if number is not None:
                 self._saves.wait_settled(number)
-        found = reading.verify_in(self._store.root, number, from_storage, progress)
+        how = checking.How(from_storage, leaf_digests, progress)
+        found = checking.verify_in(self._store.root, number, how)
         if found.step is not None and not self._options.read_only:
             self._catalog.record_verdict(found.step, found.attempt, found.problems)
         return found.problems

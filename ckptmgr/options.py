@@ -189,9 +189,12 @@ class Integrity:
 
     Attributes:
       verify_on_restore: compare the digest of every chunk that a restore reads.
+      leaf_digests: with every save, and not only with heartbeats, take digests of the values that
+        depend neither on mesh nor on chunks (about a second of one core per GB).
     """
 
     verify_on_restore: bool = True
+    leaf_digests: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

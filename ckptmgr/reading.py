@@ -7,7 +7,7 @@ import operator
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -21,12 +21,8 @@ from ckptmgr.engine import foreign, goals
 from ckptmgr.engine import restore as engine_restore
 from ckptmgr.engine.catalog import Catalog, Entry
 from ckptmgr.engine.goals import Goals
-from ckptmgr.engine.presence import is_ours
-from ckptmgr.engine.readback import Progress
 from ckptmgr.engine.steps import OpenItem, OpenStep, info_of, open_step
 from ckptmgr.engine.store import Store, local_path
-from ckptmgr.engine.verify import Verdict, verify_entry
-from ckptmgr.engine.verify import verify as verify_directory
 from ckptmgr.errors import (
     CorruptCheckpoint,
     InvalidOption,
@@ -52,7 +48,7 @@ def open_entry(root: str, entry: Entry) -> OpenStep:
 
 def refuse_inside_a_step(root: str) -> None:
     """Raises InvalidOption where `root` is a step or an item rather than a run's directory."""
-    if _looks_like_step(root):
+    if looks_like_step(root):
         above = os.path.dirname(root)
         raise InvalidOption(f"{root} is a step; pass the directory above it: {above}")
     if os.path.exists(os.path.join(root, "_METADATA")):
@@ -78,7 +74,7 @@ def step_number(step: Any) -> int:
     return number
 
 
-def _looks_like_step(path: str) -> bool:
+def looks_like_step(path: str) -> bool:
     """Whether a path is a step: by its files, or as old Orbax's, by its name and its items."""
     names = (layout.MANIFEST, layout.CHECKPOINT_METADATA)
     if any(os.path.exists(os.path.join(path, name)) for name in names):
@@ -87,7 +83,7 @@ def _looks_like_step(path: str) -> bool:
     number = layout.parse_step(name)
     if number is None or foreign.is_bare(path):
         return False
-    entry = _catalog(root).entry(number)
+    entry = catalog_of(root).entry(number)
     return entry is not None and entry.problem is None
 
 
@@ -98,27 +94,27 @@ def open_path(path: Any, step: int | None = None) -> OpenStep:
     Raises StepNotFound saying what the path looks like, or CorruptCheckpoint.
     """
     step = None if step is None else step_number(step)
-    where = _finished_directory(path)
-    if step is None and foreign.is_bare(where) and not _looks_like_step(os.path.dirname(where)):
+    where = finished_directory(path)
+    if step is None and foreign.is_bare(where) and not looks_like_step(os.path.dirname(where)):
         return foreign.open_bare(where)
-    if step is None and _looks_like_step(where):
+    if step is None and looks_like_step(where):
         root, name = os.path.split(where)
         number = layout.parse_step(name)
         if number is None:
             raise StepNotFound(
                 f"{where} looks like a step, but its name is not a number; rename it to its step's"
             )
-        return open_entry(root, _good(where, _catalog(root).entry(number), number))
-    catalog = _catalog(where)
+        return open_entry(root, _good(where, catalog_of(root).entry(number), number))
+    catalog = catalog_of(where)
     if step is not None:
         return open_entry(where, _good(where, catalog.entry(step), step))
     entry = newest(catalog)
     if entry is None:
-        raise StepNotFound(f"there is no committed step in {where}{_hint(where)}")
+        raise StepNotFound(f"there is no committed step in {where}{hint(where)}")
     return open_entry(where, entry)
 
 
-def _finished_directory(path: Any) -> str:
+def finished_directory(path: Any) -> str:
     where = local_path(path)
     if not os.path.isdir(where):
         state = "is a file, not a directory" if os.path.exists(where) else "does not exist"
@@ -157,25 +153,25 @@ def is_no_step(entry: Entry) -> bool:
     return entry.problem is not None and entry.problem.file == ""
 
 
-def _catalog(root: str) -> Catalog:
+def catalog_of(root: str) -> Catalog:
     return Catalog(Store(root), Clock(), lambda: "")
 
 
 def _good(where: str, entry: Entry | None, step: int) -> Entry:
     if entry is None:
-        raise StepNotFound(f"there is no step {step} in {where}{_hint(where)}", step)
+        raise StepNotFound(f"there is no step {step} in {where}{hint(where)}", step)
     if entry.problem is not None:
         raise CorruptCheckpoint(step, [entry.problem])
     return entry
 
 
-def _hint(where: str) -> str:
+def hint(where: str) -> str:
     """What to pass instead, where that can be guessed."""
     if os.path.exists(os.path.join(where, "_METADATA")):
         return f"; it is an item inside a step, pass {os.path.dirname(where)}"
     for name in sorted(os.listdir(where)):
         below = os.path.join(where, name)
-        if os.path.isdir(below) and next(_catalog(below).committed(), None) is not None:
+        if os.path.isdir(below) and next(catalog_of(below).committed(), None) is not None:
             return f"; {below} has some"
         if hint := _flax_hint(below):
             return f"; {name}{hint}"
@@ -366,6 +362,8 @@ class Description:
       leaves: item -> its leaves; items that keep a state of their own have none.
       shardings: item -> table that `StoredLeaf.sharding` points into.
       unreadable: item -> why nothing of it can be read (only of Orbax's).
+      leaf_digests: item -> dotted leaf -> digest of its values whatever their mesh and chunks, where
+        it was recorded: of heartbeats, and with `Integrity(leaf_digests=True)`.
     """
 
     info: StepInfo
@@ -373,6 +371,7 @@ class Description:
     leaves: Mapping[str, tuple[StoredLeaf, ...]]
     shardings: Mapping[str, tuple[Mapping[str, Any], ...]]
     unreadable: Mapping[str, str]
+    leaf_digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def describe(path: Any, step: int | None = None) -> Description:
@@ -385,64 +384,9 @@ def describe(path: Any, step: int | None = None) -> Description:
         {name: tree.leaves if tree else () for name, tree in trees.items()},
         {name: tree.shardings if tree else () for name, tree in trees.items()},
         {name: item.unreadable for name, item in opened.items.items() if item.unreadable},
-    )
-
-
-def verify(
-    path: Any,
-    step: int | None = None,
-    *,
-    from_storage: bool = False,
-    progress: Progress | None = None,
-) -> Verdict:
-    """Reads all of a step and tells everything that is wrong with it; damage is not raised.
-
-    No device is touched and nothing is written. Chunks under way take at most 128 MiB, or one
-    chunk where that is larger; besides, caches and the step's metadata are in memory. A step that
-    another writer replaces meanwhile is verified anew. Raises StepNotFound.
-
-    Args:
-      path: a step's directory, whatever its name; a run's; or bare output of Orbax.
-      step: of a run; None: the newest, damaged or not.
-      from_storage: drop the step from the page cache first, where the system can.
-      progress: is told array bytes that are done and in all; first (0, all), last (all, all).
-    """
-    where = _finished_directory(path)
-    if step is not None:
-        return verify_in(where, step_number(step), from_storage, progress)
-    bare = foreign.is_bare(where) and not _looks_like_step(os.path.dirname(where))
-    number = layout.parse_step(os.path.basename(where))
-    if bare or (number is None and _looks_like_step(where)):
-        orbax = not is_ours(Store(where))
-        return verify_directory(
-            where, number, is_foreign=orbax, from_storage=from_storage, progress=progress
-        )
-    root = os.path.dirname(where)
-    entry = None if number is None else _catalog(root).entry(number)
-    if entry is not None and not is_no_step(entry):
-        return verify_in(root, number, from_storage, progress)
-    return verify_in(where, None, from_storage, progress)
-
-
-def verify_in(
-    root: str, step: int | None, from_storage: bool, progress: Progress | None
-) -> Verdict:
-    """Verifies a step of the run in `root`; None: the newest, damaged or not."""
-    catalog = _catalog(root)
-    if step is None:
-        step = next((e.step for e in catalog.entries() if not is_no_step(e)), None)
-        if step is None:
-            raise StepNotFound(f"there is no step in {root}{_hint(root)}")
-    elif catalog.entry(step) is None:
-        raise StepNotFound(f"there is no step {step} in {root}{_hint(root)}", step)
-    return verify_entry(catalog, step, from_storage=from_storage, progress=progress)
-
-
-def problems_of(path: Any) -> tuple[tuple[int, Problem], ...]:
-    """Directories below `path` that have a step's name and are not a committed step."""
-    root = local_path(path)
-    return tuple(
-        (entry.step, entry.problem)
-        for entry in _catalog(root).entries()
-        if entry.problem is not None
+        {
+            name: {item.tree.leaves[i].dotted: text for i, text in item.leaf_digests.items()}
+            for name, item in opened.items.items()
+            if item.tree is not None and item.leaf_digests
+        },
     )

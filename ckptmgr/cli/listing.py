@@ -9,9 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from ckptmgr import CheckpointManager, Options, Problem, StepInfo, StepNotFound
+from ckptmgr.checking import problems_of
 from ckptmgr.cli import answer
 from ckptmgr.cli.answer import Answer
-from ckptmgr.reading import problems_of
 
 _HEAD = ("STEP", "KIND", "STATUS", "CREATED", "AGE", "SIZE", "METRICS")
 

@@ -17,9 +17,9 @@ from ckptmgr import (
     StepNotFound,
     describe,
 )
+from ckptmgr.checking import problems_of
 from ckptmgr.cli import answer
 from ckptmgr.cli.answer import Answer
-from ckptmgr.reading import problems_of
 
 _HEAD = ("LEAF", "SHAPE", "DTYPE", "KIND", "SHARDING", "SIZE")
 _USUAL_MEMORY = (None, "device", "unpinned_host")

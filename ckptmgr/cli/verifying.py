@@ -11,10 +11,10 @@ from dataclasses import asdict
 from typing import Any
 
 from ckptmgr import CheckpointManager, Options, StepNotFound, Verdict, verify
+from ckptmgr.checking import problems_of
 from ckptmgr.cli import answer
 from ckptmgr.cli.answer import Answer
 from ckptmgr.cli.showing import step_argument
-from ckptmgr.reading import problems_of
 
 _HEAD = ("STEP", "KIND", "VERDICT", "READ", "PROBLEMS")
 _SHOWN = 50
@@ -41,6 +41,11 @@ def add_to(commands: Any) -> None:
         "--from-storage",
         action="store_true",
         help="drop the files from the page cache first, so that the device is read",
+    )
+    parser.add_argument(
+        "--leaf-digests",
+        action="store_true",
+        help="digests of the values whatever their mesh; compared where they were recorded",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -77,7 +82,13 @@ def _verify_all(arguments: argparse.Namespace) -> list[Verdict]:
 def _verify(arguments: argparse.Namespace, step: int | None) -> Verdict:
     bar = _Bar("" if step is None else f"step {step} ") if sys.stderr.isatty() else None
     try:
-        return verify(arguments.path, step, from_storage=arguments.from_storage, progress=bar)
+        return verify(
+            arguments.path,
+            step,
+            from_storage=arguments.from_storage,
+            leaf_digests=arguments.leaf_digests,
+            progress=bar,
+        )
     finally:
         if bar is not None:
             bar.clear()
@@ -142,6 +153,8 @@ def _text(found: Sequence[Verdict]) -> str:
             count = len(verdict.unknown)
             rest = ", ..." if count > _SHOWN else ""
             lines.append(f"note: nothing names these ({count}): {', '.join(unknown)}{rest}")
+        for item, digests in verdict.leaf_digests.items():
+            lines += [f"{hex}  {item}  {answer.printable(leaf)}" for leaf, hex in digests.items()]
         if lines:
             text += f"\n{_name(verdict)}:\n" + "".join(f"  {line}\n" for line in lines)
     return text

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ckptmgr.core import values
+from ckptmgr.core import leafdigest, values
 from ckptmgr.core.boxes import Box, Shape, tiles, whole
+from ckptmgr.core.leafdigest import Sums
 
 FORMAT = 1
 KINDS = ("async", "sync", "heartbeat", "preemption")
@@ -215,11 +216,14 @@ class Receipt:
       process: its number.
       chunks: every chunk, grouped by leaf.
       files: path below the item of every data file -> its size in bytes.
+      sums: leaf -> what the process's part of it adds to its leaf digest; empty where none were
+        taken. See `ckptmgr.core.leafdigest`.
     """
 
     process: int
     chunks: tuple[Chunk, ...]
     files: Mapping[str, int]
+    sums: Mapping[int, Sums] = field(default_factory=dict)
 
     def to_json(self) -> str:
         leaves: dict[int, list[Any]] = {}
@@ -227,9 +231,10 @@ class Receipt:
             leaves.setdefault(chunk.leaf, []).append(
                 [list(chunk.index), chunk.nbytes, chunk.digest]
             )
-        return values.dumps(
-            {"process": self.process, "files": dict(self.files), "chunks": list(leaves.items())}
-        )
+        body = {"process": self.process, "files": dict(self.files), "chunks": list(leaves.items())}
+        if self.sums:
+            body["sums"] = [[leaf, list(sums)] for leaf, sums in sorted(self.sums.items())]
+        return values.dumps(body)
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Receipt:
@@ -240,7 +245,8 @@ class Receipt:
                 for leaf, found in data["chunks"]
                 for index, nbytes, digest in found
             )
-            return cls(data["process"], chunks, data["files"])
+            sums = {leaf: (a, b, c, d) for leaf, (a, b, c, d) in data.get("sums", ())}
+            return cls(data["process"], chunks, data["files"], sums)
         except (KeyError, TypeError, ValueError) as exc:
             raise FormatError(f"the receipt lacks {exc}") from exc
 
@@ -280,6 +286,22 @@ def missing_chunks(tree: StoredTree, receipts: Sequence[Receipt]) -> list[tuple[
                 found.append((number, index, why))
     found += [(leaf, index, "does not belong to the array") for leaf, index in seen]
     return found
+
+
+def leaf_digests(tree: StoredTree, receipts: Sequence[Receipt]) -> dict[int, str]:
+    """Leaf -> its digest, where all of its parts were summed."""
+    found: dict[int, Sums] = {}
+    for receipt in receipts:
+        for leaf, sums in receipt.sums.items():
+            found[leaf] = leafdigest.add(found.get(leaf, leafdigest.ZERO), sums)
+    summed = bool(receipts) and all(receipt.sums or not receipt.chunks for receipt in receipts)
+    return {
+        number: leafdigest.finish(
+            found.get(number, leafdigest.ZERO), leaf.stored_dtype, leaf.stored_shape
+        )
+        for number, leaf in enumerate(tree.leaves)
+        if leaf.has_array and summed and any(receipt.sums for receipt in receipts)
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,12 @@ import tensorstore as ts
 
 from ckptmgr.core import boxes, layout, manifest
 from ckptmgr.core.boxes import Box
+from ckptmgr.core.leafdigest import ZERO, Sums, add
 from ckptmgr.core.manifest import Chunk, StoredLeaf, StoredTree
 from ckptmgr.core.plan import Part, Wave
+from ckptmgr.engine import leafdigest
 from ckptmgr.engine import leaves as leaf_values
-from ckptmgr.engine.snapshot import Staged
+from ckptmgr.engine.staged import Staged
 from ckptmgr.errors import StoreError
 
 WAVES_COMMITTING = 2
@@ -93,6 +95,14 @@ def array_spec(tree: StoredTree, leaf: StoredLeaf, kvstore: Mapping[str, Any]) -
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What this process wrote of an item: its chunks, and the sums of leaves where asked for."""
+
+    chunks: tuple[Chunk, ...]
+    sums: Mapping[int, Sums]
+
+
 class _Digester:
     """Digests parts on a thread of its own while TensorStore writes them.
 
@@ -100,8 +110,9 @@ class _Digester:
     digested as they are given.
     """
 
-    def __init__(self, leaves: Sequence[StoredLeaf]) -> None:
+    def __init__(self, leaves: Sequence[StoredLeaf], leaf_digests: bool) -> None:
         self._leaves = leaves
+        self._sums: dict[int, Sums] | None = {} if leaf_digests else None
         self._queue: queue.SimpleQueue[tuple[Part, np.ndarray] | None] = queue.SimpleQueue()
         self._chunks: list[Chunk] = []
         self._error: BaseException | None = None
@@ -133,10 +144,10 @@ class _Digester:
         if self._error is not None:
             raise self._error
 
-    def finish(self) -> tuple[Chunk, ...]:
-        """Every chunk, in the order the parts were given."""
+    def finish(self) -> Written:
+        """Every chunk, in the order the parts were given, and the sums of leaves."""
         self.wait(self._given)
-        return tuple(self._chunks)
+        return Written(tuple(self._chunks), self._sums or {})
 
     def end(self) -> None:
         """Ends the thread."""
@@ -151,7 +162,11 @@ class _Digester:
 
     def _take(self, part: Part, values: np.ndarray) -> None:
         try:
-            self._chunks += chunks_of(self._leaves[part.leaf], part, values)
+            leaf = self._leaves[part.leaf]
+            self._chunks += chunks_of(leaf, part, values)
+            if self._sums is not None:
+                sums = leafdigest.partial(values, part.box, leaf.stored_shape)
+                self._sums[part.leaf] = add(self._sums.get(part.leaf, ZERO), sums)
         except BaseException as exc:
             self._error = exc
         with self._progress:
@@ -209,9 +224,10 @@ def write(
     path: str,
     *,
     sync: bool = False,
+    leaf_digests: bool = False,
     before_wave: Callable[[], None] = lambda: None,
     on_host: Callable[[], None] = lambda: None,
-) -> tuple[Chunk, ...]:
+) -> Written:
     """Writes this process's parts to the database in `path`; returns what it wrote.
 
     One transaction per wave. A buffer is handed to TensorStore without a copy, and freed when
@@ -219,7 +235,7 @@ def write(
     """
     ctx = context(sync)
     kvstore = database(path)
-    digester = _Digester(staged.plan.tree.leaves)
+    digester = _Digester(staged.plan.tree.leaves, leaf_digests)
     committing: collections.deque[_Committing] = collections.deque()
     try:
         for number, wave in enumerate(staged.waves):

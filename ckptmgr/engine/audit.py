@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from ckptmgr.core.boxes import Shape
 from ckptmgr.core.manifest import Chunk
 from ckptmgr.engine import arrays
-from ckptmgr.engine.snapshot import Ordering, Staged
+from ckptmgr.engine.snapshot import Ordering
+from ckptmgr.engine.staged import Staged
 
 
 class Audit:

@@ -37,7 +37,8 @@ from ckptmgr.engine.audit import Audit
 from ckptmgr.engine.catalog import Attempt, Catalog
 from ckptmgr.engine.coord import Coordinator
 from ckptmgr.engine.readback import read_back
-from ckptmgr.engine.snapshot import Ordering, Staged
+from ckptmgr.engine.snapshot import Ordering
+from ckptmgr.engine.staged import Staged
 from ckptmgr.engine.steps import info_of
 from ckptmgr.engine.worker import SaveHandle
 from ckptmgr.errors import AuditFailed, CorruptCheckpoint, StoreError
@@ -178,16 +179,16 @@ def _write_step(job: SaveJob, tools: Tools, attempt: Attempt, on_host: _OnHost) 
     audit = Audit(job.audit) if job.audit is not None else None
     try:
         with tools.emitter.span("write", job.step, job.nbytes, job.mode):
-            chunks = _write_items(job, tools, written, on_host)
+            wrote = _write_items(job, tools, written, on_host)
         if audit is not None:
-            _compare(job, audit, chunks, tools)
+            _compare(job, audit, wrote, tools)
     finally:
         if audit is not None:
             audit.end()
     with tools.emitter.span("sync", job.step, mode=job.mode):
         _check_complete(tools.catalog.store.sync_tree(attempt.tmp), written)
     if job.kind == "heartbeat":
-        _read_back(job, tools, attempt, written, chunks)
+        _read_back(job, tools, attempt, written, wrote)
     return Manifest(
         step=job.step,
         kind=job.kind,
@@ -203,36 +204,38 @@ def _write_step(job: SaveJob, tools: Tools, attempt: Attempt, on_host: _OnHost) 
     )
 
 
-Chunks = Mapping[str, tuple[manifest.Chunk, ...]]
+Wrote = Mapping[str, arrays.Written]
+"""What of the arrays of each item."""
 
 
-def _write_items(job: SaveJob, tools: Tools, written: _Written, on_host: _OnHost) -> Chunks:
+def _write_items(job: SaveJob, tools: Tools, written: _Written, on_host: _OnHost) -> Wrote:
     """Arrays of all items first, so that their values leave the host soon, then metadata."""
     trees = [item for item in job.items if isinstance(item, TreeItem)]
     with_arrays = [item.name for item in trees if item.tree.has_arrays]
-    chunks: dict[str, tuple[manifest.Chunk, ...]] = {}
+    sums = tools.options.integrity.leaf_digests or job.kind == "heartbeat"
+    wrote: dict[str, arrays.Written] = {}
     for tree in trees:
         last = with_arrays[-1:] == [tree.name]
         tell = on_host if last else lambda: None
-        chunks[tree.name] = _write_arrays(tree, tools, written.attempt, tell)
+        wrote[tree.name] = _write_arrays(tree, tools, written.attempt, tell, sums)
     on_host.mark()
     for item in job.items:
         if isinstance(item, TreeItem):
-            _write_tree_metadata(item, written, chunks[item.name], tools)
+            _write_tree_metadata(item, written, wrote[item.name], tools)
         else:
             _write_state(item, written, tools.coordinator.rank)
     _write_step_metadata(job, written, tools)
-    return chunks
+    return wrote
 
 
-def _compare(job: SaveJob, audit: Audit, chunks: Chunks, tools: Tools) -> None:
+def _compare(job: SaveJob, audit: Audit, wrote: Wrote, tools: Tools) -> None:
     """Raises AuditFailed where staged copies differ from the arrays; marks what they made."""
     with tools.emitter.span("audit", job.step, job.nbytes, job.mode):
         trees = [item for item in job.items if isinstance(item, TreeItem)]
         leaves = []
         for number, item in enumerate(trees):
             prefix = "" if len(job.items) == 1 else f"{item.name}: "
-            for leaf in audit.differing(number, chunks[item.name]):
+            for leaf in audit.differing(number, wrote[item.name].chunks):
                 leaves.append(prefix + item.tree.leaves[leaf].dotted)
         if leaves:
             reason = f"the heartbeat of step {job.step} found torn copies of {leaves[0]!r}"
@@ -240,7 +243,7 @@ def _compare(job: SaveJob, audit: Audit, chunks: Chunks, tools: Tools) -> None:
 
 
 def _read_back(
-    job: SaveJob, tools: Tools, attempt: Attempt, written: _Written, chunks: Chunks
+    job: SaveJob, tools: Tools, attempt: Attempt, written: _Written, wrote: Wrote
 ) -> None:
     """Everything again from the storage device. Raises CorruptCheckpoint with all problems."""
     trees = {item.name: item.tree for item in job.items if isinstance(item, TreeItem)}
@@ -248,7 +251,7 @@ def _read_back(
         found = read_back(
             tools.catalog.store.path(attempt.tmp),
             {
-                name: (tree, {(c.leaf, c.index): c.digest for c in chunks[name]})
+                name: (tree, {(c.leaf, c.index): c.digest for c in wrote[name].chunks})
                 for name, tree in trees.items()
             },
             written.files,
@@ -296,27 +299,32 @@ def _check_complete(sizes: Mapping[str, int], written: _Written) -> None:
 
 
 def _write_arrays(
-    item: TreeItem, tools: Tools, attempt: Attempt, on_host: Callable[[], None]
-) -> tuple[manifest.Chunk, ...]:
+    item: TreeItem,
+    tools: Tools,
+    attempt: Attempt,
+    on_host: Callable[[], None],
+    leaf_digests: bool,
+) -> arrays.Written:
     """This process's arrays into its own database, then all databases into one."""
     store, rank = tools.catalog.store, tools.coordinator.rank
     where = f"{attempt.tmp}/{item.name}"
     store.make_dir(where)
     if not item.tree.has_arrays:
-        return ()
+        return arrays.Written((), {})
     mine = f"{where}/{layout.container(rank)}"
     store.make_dir(mine)
-    chunks = arrays.write(
+    wrote = arrays.write(
         item.staged,
         store.path(mine),
         sync=store.durable,
+        leaf_digests=leaf_digests,
         before_wave=lambda: _touch(tools, mine),
         on_host=on_host,
     )
     names = [layout.container(process) for process in range(tools.coordinator.world)]
     array_count = sum(leaf.has_array for leaf in item.tree.leaves)
-    arrays.merge(store.arrays(where), names, array_count + len(chunks))
-    return chunks
+    arrays.merge(store.arrays(where), names, array_count + len(wrote.chunks))
+    return wrote
 
 
 def _touch(tools: Tools, where: str) -> None:
@@ -325,14 +333,15 @@ def _touch(tools: Tools, where: str) -> None:
 
 
 def _write_tree_metadata(
-    item: TreeItem, written: _Written, chunks: tuple[manifest.Chunk, ...], tools: Tools
+    item: TreeItem, written: _Written, wrote: arrays.Written, tools: Tools
 ) -> None:
     name, tree, rank = item.name, item.tree, tools.coordinator.rank
     sizes = tools.catalog.store.sizes(f"{written.attempt.tmp}/{name}")
     mine = layout.container(rank) + "/"
     if tree.has_arrays and f"{mine}{layout.OCDBT_MANIFEST}" not in sizes:
         raise StoreError(f"{written.attempt.tmp}/{name}/{mine} vanished while it was written")
-    receipt = Receipt(rank, chunks, {f: n for f, n in sizes.items() if f.startswith(mine)})
+    files = {f: n for f, n in sizes.items() if f.startswith(mine)}
+    receipt = Receipt(rank, wrote.chunks, files, wrote.sums)
     written.data |= {f"{name}/{file}": size for file, size in receipt.files.items()}
     for path in sizes:
         if not path.startswith(layout.containers_prefix()):

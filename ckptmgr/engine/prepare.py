@@ -22,7 +22,8 @@ from ckptmgr.core.plan import SavePlan, plan_save
 from ckptmgr.engine import leaves, pipeline, shardings
 from ckptmgr.engine.leaves import Source
 from ckptmgr.engine.recipe import Recipe
-from ckptmgr.engine.snapshot import Ordering, Stager, Work
+from ckptmgr.engine.snapshot import Ordering, Stager
+from ckptmgr.engine.staged import Work
 from ckptmgr.errors import InvalidOption
 from ckptmgr.events import Clock
 from ckptmgr.options import Storage

@@ -127,7 +127,8 @@ class Programs:
         while self._wanted and not self._closed and threading.main_thread().is_alive():
             spec = next(iter(self._wanted))
             try:
-                program = _compile(spec)
+                with jax.disable_jit(False):
+                    program = _compile(spec)
             except Exception as exc:
                 logger.debug("no compiled copy for %s: %s", type(spec).__name__, exc)
                 program = None

@@ -21,14 +21,16 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ckptmgr.core import boxes, manifest
 from ckptmgr.core.boxes import Shape
+from ckptmgr.core.leafdigest import ZERO, Sums, add, finish
 from ckptmgr.core.manifest import StoredLeaf, StoredTree
 from ckptmgr.core.plan import Unit
+from ckptmgr.engine import leafdigest
 from ckptmgr.engine.reader import Asked, Digests, Opening, Reader
 from ckptmgr.engine.store import Store
 from ckptmgr.errors import CorruptCheckpoint, Problem, StoreError
@@ -82,9 +84,9 @@ def read_back(
     evicted, problems = evict(path)
     problems += _file_problems(path, files)
     parts = [Part(name, f"{path}/{name}", tree, digests) for name, (tree, digests) in items.items()]
-    found, nbytes = check_arrays(parts, host_bytes=host_bytes)
+    found = check_arrays(parts, host_bytes=host_bytes)
     source = STORAGE if evicted else PAGE_CACHE
-    return ReadBack((*problems, *found), nbytes, source)
+    return ReadBack((*problems, *found.problems), found.nbytes, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Part:
       tree: its tree.
       digests: of every chunk, by leaf number and chunk index.
       strict: whether a chunk without a digest is a problem; else it is only read.
+      leaf_digests: of leaves, where they are known.
     """
 
     name: str
@@ -104,19 +107,36 @@ class Part:
     tree: StoredTree
     digests: Digests
     strict: bool = True
+    leaf_digests: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What reading arrays has shown.
+
+    Attributes:
+      problems: everything that is wrong.
+      nbytes: array bytes that were read and are right.
+      leaf_digests: item -> leaf -> digest of what was read, where asked for and all of it is right.
+    """
+
+    problems: tuple[Problem, ...]
+    nbytes: int
+    leaf_digests: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
 
 def check_arrays(
     parts: Iterable[Part],
     *,
     host_bytes: int = HOST_BYTES,
+    leaf_digests: bool = False,
     progress: Progress = lambda done, total: None,
-) -> tuple[tuple[Problem, ...], int]:
-    """Reads every chunk and compares its digest; gives all problems, and the bytes that are right.
+) -> Checked:
+    """Reads every chunk and compares its digest; with `leaf_digests` those of the leaves, too.
 
     `progress` is told array bytes: nothing at first and everything last, damaged or not.
     """
-    window = _Window(host_bytes, progress)
+    window = _Window(host_bytes, progress, leaf_digests)
     items = [
         _Item(part, Reader(None, part.tree, part.path, part.digests))
         for part in parts
@@ -126,7 +146,24 @@ def check_arrays(
     for item in items:
         _check_chunks(item, window)
     window.drain()
-    return tuple(window.problems), window.nbytes
+    found = {item.name: _leaf_digests(item, window) for item in items} if leaf_digests else {}
+    return Checked(tuple(window.problems), window.nbytes, found)
+
+
+def _leaf_digests(item: _Item, window: _Window) -> dict[int, str]:
+    """Of leaves that were read and are right; one that is known otherwise is a problem."""
+    bad = {problem.leaf for problem in window.problems if problem.file == item.name}
+    found = {}
+    for number, leaf in enumerate(item.tree.leaves):
+        if not leaf.has_array or leaf.dotted in bad:
+            continue
+        sums = window.sums.get((item.name, number), ZERO)
+        found[number] = finish(sums, leaf.stored_dtype, leaf.stored_shape)
+        known = item.part.leaf_digests.get(number, found[number])
+        if known != found[number]:
+            text = f"its values have the leaf digest {found[number]}, {known} was recorded"
+            window.note(Problem(item.name, text, leaf.dotted))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +190,16 @@ class _Item:
 class _Window:
     """The chunks under way, and what has been found of those that arrived."""
 
-    def __init__(self, host_bytes: int, progress: Progress) -> None:
+    def __init__(self, host_bytes: int, progress: Progress, leaf_digests: bool) -> None:
         self.problems: dict[Problem, None] = {}  # an array that cannot be opened is told once
         self.nbytes = 0
+        self.sums: dict[tuple[str, int], Sums] = {}
+        self._leaf_digests = leaf_digests
         self._host_bytes = host_bytes
         self._progress = progress
         self._done = self._total = 0
         self._held = 0
-        self._asked: collections.deque[tuple[Reader, Asked, int]] = collections.deque()
+        self._asked: collections.deque[tuple[_Item, Asked, int]] = collections.deque()
 
     def expect(self, total: int) -> None:
         """Says how many bytes there are in all, before the first is asked for."""
@@ -186,7 +225,7 @@ class _Window:
             self.note(*exc.problems)
             self.pass_over(values.nbytes)
             return
-        self._asked.append((item.reader, asked, held))
+        self._asked.append((item, asked, held))
         self._held += held
 
     def note(self, *problems: Problem) -> None:
@@ -198,14 +237,20 @@ class _Window:
         self._progress(self._total, self._total)
 
     def _settle(self) -> None:
-        reader, asked, held = self._asked.popleft()
+        item, asked, held = self._asked.popleft()
         self._held -= held
         try:
-            reader.settle(asked)
+            item.reader.settle(asked)
         except CorruptCheckpoint as exc:
             self.note(*exc.problems)
         else:
             self.nbytes += asked.values.nbytes
+            if self._leaf_digests:
+                unit = asked.unit
+                shape = item.tree.leaves[unit.leaf].stored_shape
+                sums = leafdigest.partial(asked.values, unit.box, shape)
+                key = (item.name, unit.leaf)
+                self.sums[key] = add(self.sums.get(key, ZERO), sums)
         self.pass_over(asked.values.nbytes)
 
 

@@ -44,7 +44,8 @@ from ckptmgr.engine import recipe, shardings
 from ckptmgr.engine.leaves import Source
 from ckptmgr.engine.memory import HostMemory
 from ckptmgr.engine.programs import Gather, Programs, Spec
-from ckptmgr.engine.recipe import Load, Member, Recipe
+from ckptmgr.engine.recipe import Load, Recipe
+from ckptmgr.engine.staged import Staged, Work
 from ckptmgr.errors import InvalidOption, SaveFailed, SnapshotLost
 from ckptmgr.options import Snapshot
 
@@ -58,14 +59,6 @@ OVER_BYTES = 256 * 2**20
 
 WAVES_PER_LIMIT = 4
 """One wave is filled while others are on their way to disk; all lie within the bound."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One item to copy: how, and from what."""
-
-    recipe: Recipe
-    sources: Sequence[Source]
 
 
 class Stager:
@@ -326,7 +319,8 @@ class Ordering:
         if program is None:
             return None
         try:
-            return program(*first(), *arguments)
+            with jax.disable_jit(False):  # under which compiled programs refuse to be called
+                return program(*first(), *arguments)
         except (ValueError, TypeError, RuntimeError) as exc:
             if not any(array.is_deleted() for array in jax.tree.leaves(arguments)):
                 self._programs.drop(spec, exc)
@@ -389,101 +383,3 @@ def _copy_array(source: np.ndarray, buffer: np.ndarray | None) -> np.ndarray:
         return np.array(source, order="C", copy=True)
     np.copyto(buffer, source)
     return buffer
-
-
-class Staged:
-    """The values of one item on their way to, or on, the host."""
-
-    def __init__(self, ordering: Ordering, work: Work, first: int, memory: HostMemory) -> None:
-        self.mode = work.recipe.mode
-        self.plan = work.recipe.plan
-        self.waves = work.recipe.waves
-        self._recipe = work.recipe
-        self._sources: list[Source] = list(work.sources)
-        self._ordering = ordering
-        self._first = first
-        self._memory = memory
-        self._values: dict[Load, Any] = {}
-        self._flats: dict[Load, dict[int, np.ndarray]] = {}
-
-    # -- for the writer -----------------------------------------------------------------------
-
-    def is_ready(self, wave: int) -> bool:
-        """Whether the copies of a wave are ordered."""
-        return self._ordering.is_ready(self._first + wave)
-
-    def wait(self, wave: int) -> None:
-        """Waits until they are; call it with nothing left to free. Raises what went wrong."""
-        self._ordering.wait(self._first + wave)
-
-    def get(self, leaf: int, position: int) -> np.ndarray:
-        """The values of one local shard of an ordered wave; waits for their transfer."""
-        where = self._recipe.where
-        key: tuple[int, int | None] = (leaf, position)
-        load = where.get(key)
-        if load is None:
-            key = (leaf, None)
-            load = where[key]
-        value = self._values[load]
-        if load.members:
-            if isinstance(value, dict):
-                value = value[key]
-            else:
-                return self._from_flat(load, value, self._recipe.members[key], position)
-        if isinstance(value, np.ndarray):
-            return value
-        shard = value.addressable_data(position if key[1] is None else 0)
-        if load.how == "view" and not shardings.is_viewable(shard):
-            # JAX keeps the host copy of an array on the array; this one goes with the copy
-            shard = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
-        return np.asarray(shard)
-
-    def _from_flat(self, load: Load, value: Any, member: Member, position: int) -> np.ndarray:
-        at = position if member.position is None else 0
-        flats = self._flats.setdefault(load, {})
-        if at not in flats:
-            flats[at] = np.asarray(value.addressable_data(at))
-        words = flats[at][member.start : member.start + member.size]
-        return words.view(member.dtype).reshape(member.shape)
-
-    def free(self, wave: int) -> None:
-        """Gives back what nobody needs after a wave; its values must not be used any more."""
-        for load in self._recipe.frees[wave]:
-            self._drop(load)
-
-    def _drop_all(self) -> None:
-        for load in list(self._values):
-            self._drop(load)
-
-    def _drop(self, load: Load) -> None:
-        value = self._values.pop(load, None)
-        if value is None:
-            return
-        self._flats.pop(load, None)
-        if load.kind is not None and not isinstance(value, dict):
-            self._memory.release(load.nbytes, [(load.kind, load.nbytes, value)])
-        elif load.nbytes:
-            self._memory.release(load.nbytes)
-
-    # -- for the ordering ---------------------------------------------------------------------
-
-    def source(self, leaf: int) -> Any:
-        return self._sources[leaf]
-
-    def piece(self, leaf: int, position: int | None) -> Any:
-        """An array, or one of its local shards as an array."""
-        source: Any = self._sources[leaf]
-        return source if position is None else source.addressable_data(position)
-
-    def _forget_sources(self) -> None:
-        """The user's arrays are not needed any more; a view is a value of its own."""
-        self._sources = []
-
-    def _holds(self, load: Load) -> bool:
-        return load in self._values
-
-    def _set(self, load: Load, value: Any) -> None:
-        self._values[load] = value
-
-    def _set_member(self, load: Load, member: tuple[int, int | None], value: Any) -> None:
-        self._values.setdefault(load, {})[member] = value

@@ -30,6 +30,7 @@ class OpenItem:
       tree: the stored tree, None for the state of an iterator and the like.
       state: the decoded state where `tree` is None.
       digests: (leaf, chunk index) -> xxh3-128, as recorded.
+      leaf_digests: leaf -> its leaf digest, where those were recorded.
       unreadable: why nothing of a foreign item can be read, else "".
     """
 
@@ -38,6 +39,7 @@ class OpenItem:
     tree: StoredTree | None
     state: Any = None
     digests: Digests = field(default_factory=dict)
+    leaf_digests: Mapping[int, str] = field(default_factory=dict)
     unreadable: str = ""
 
 
@@ -137,12 +139,12 @@ def open_item(store: Store, name: str, kind: str, texts: Mapping[str, bytes]) ->
     text = texts.get(layout.tree_file(name))
     if text is None:
         raise FormatError("its tree is not in the manifest's list of files")
+    receipts = receipts_of(name, texts)
     digests = {
-        (chunk.leaf, chunk.index): chunk.digest
-        for receipt in receipts_of(name, texts)
-        for chunk in receipt.chunks
+        (chunk.leaf, chunk.index): chunk.digest for receipt in receipts for chunk in receipt.chunks
     }
-    return OpenItem(name, path, StoredTree.from_json(text), None, digests)
+    tree = StoredTree.from_json(text)
+    return OpenItem(name, path, tree, None, digests, manifest.leaf_digests(tree, receipts))
 
 
 def receipts_of(item: str, texts: Mapping[str, bytes]) -> list[Receipt]:

@@ -50,6 +50,7 @@ class Verdict:
       unknown: files that nothing of the step names, directories with a "/" at their end.
       source: "storage", or "page cache" where it is not known that the cache held none of it.
       attempt: the save that wrote it, "" where that is not known.
+      leaf_digests: item -> dotted leaf -> digest of its values, where asked for.
     """
 
     step: int | None
@@ -61,6 +62,7 @@ class Verdict:
     unknown: tuple[str, ...] = ()
     source: str = PAGE_CACHE
     attempt: str = ""
+    leaf_digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def good(self) -> bool:
@@ -81,15 +83,34 @@ class _Findings:
     notes: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     nbytes: int = 0
+    leaf_digests: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def add(self, problems: Iterable[Problem]) -> None:
         self.problems |= dict.fromkeys(problems)
 
-    def compare(self, parts: Iterable[Part], host_bytes: int, progress: Progress) -> None:
-        problems, self.nbytes = readback.check_arrays(
-            parts, host_bytes=host_bytes, progress=progress
+    def compare(self, parts: Sequence[Part], how: _How) -> None:
+        checked = readback.check_arrays(
+            parts,
+            host_bytes=how.host_bytes,
+            leaf_digests=how.leaf_digests,
+            progress=how.progress,
         )
-        self.add(problems)
+        self.nbytes = checked.nbytes
+        self.add(checked.problems)
+        for part in parts:
+            names = {i: leaf.dotted for i, leaf in enumerate(part.tree.leaves)}
+            digests = checked.leaf_digests.get(part.name, {})
+            if digests:
+                self.leaf_digests[part.name] = {names[i]: text for i, text in digests.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How arrays are compared; see `verify`."""
+
+    host_bytes: int
+    leaf_digests: bool
+    progress: Progress
 
 
 def verify(
@@ -99,6 +120,7 @@ def verify(
     known: Problem | None = None,
     is_foreign: bool = False,
     from_storage: bool = False,
+    leaf_digests: bool = False,
     host_bytes: int = HOST_BYTES,
     progress: Progress | None = None,
 ) -> Verdict:
@@ -110,6 +132,7 @@ def verify(
       known: what the catalog found wrong; the rest is looked at all the same.
       is_foreign: whether Orbax wrote it, its manager or its `Checkpointer`.
       from_storage: drop it from the page cache first.
+      leaf_digests: take those of the values, and compare them where they were recorded.
       host_bytes: bound of the buffers of chunks under way; a chunk that needs more goes alone.
       progress: is told array bytes, done and in all, on this thread.
     """
@@ -123,16 +146,16 @@ def verify(
         evicted, problems = readback.evict(path)
         found.add(problems)
         found.notes += [] if evicted else ["this machine's page cache may have answered"]
-    tell = progress or (lambda done, total: None)
+    how = _How(host_bytes, leaf_digests, progress or (lambda done, total: None))
     document: Manifest | None = None
     if is_foreign:
         look = foreign.look(path, step or 0)
         found.add(look.problems)
-        found.compare(look.parts, host_bytes, tell)
+        found.compare(look.parts, how)
         found.notes += [*look.notes, NO_DIGESTS]
         kind = "foreign"
     else:
-        document = _check_ours(found, path, step, host_bytes, tell)
+        document = _check_ours(found, path, step, how)
         kind = document.kind if document else ""
         step = document.step if document and step is None else step
     return Verdict(
@@ -145,6 +168,7 @@ def verify(
         tuple(found.unknown),
         STORAGE if evicted else PAGE_CACHE,
         document.attempt if document else "",
+        found.leaf_digests,
     )
 
 
@@ -153,6 +177,7 @@ def verify_entry(
     step: int,
     *,
     from_storage: bool = False,
+    leaf_digests: bool = False,
     progress: Progress | None = None,
 ) -> Verdict:
     """Verifies what lies under a step's name. Raises StepNotFound where nothing does."""
@@ -166,6 +191,7 @@ def verify_entry(
             known=entry.problem,
             is_foreign=entry.foreign,
             from_storage=from_storage,
+            leaf_digests=leaf_digests,
             progress=progress,
         )
         if entry.suspect:
@@ -179,14 +205,12 @@ def verify_entry(
 # -- ours -------------------------------------------------------------------------------------
 
 
-def _check_ours(
-    found: _Findings, path: str, step: int | None, host_bytes: int, progress: Progress
-) -> Manifest | None:
+def _check_ours(found: _Findings, path: str, step: int | None, how: _How) -> Manifest | None:
     store = Store(path)
     document, newer = _manifest(found, store, step)
     if newer:
         found.notes.append("nothing but its manifest was looked at")
-        progress(0, 0)
+        how.progress(0, 0)
         return None
     files = document.files if document is not None else {}
     if document is not None:
@@ -199,9 +223,9 @@ def _check_ours(
         _check_manifest(found, store, document, texts, looked)
     parts = [part for item in looked.values() if (part := _part(found, item)) is not None]
     if document is not None:
-        found.compare(parts, host_bytes, progress)
+        found.compare(parts, how)
     else:
-        _compare_unproven(found, parts, host_bytes, progress)
+        _compare_unproven(found, parts, how)
     return document
 
 
@@ -332,15 +356,14 @@ def _part(found: _Findings, item: _Item) -> Part | None:
     if not item.whole:
         text = "chunks of a damaged receipt were read and not compared"
         found.notes.append(f"{item.name}: {text}")
-    return Part(item.name, item.opened.path, tree, item.opened.digests, strict=item.whole)
+    known = item.opened.leaf_digests if item.whole else {}
+    return Part(item.name, item.opened.path, tree, item.opened.digests, item.whole, known)
 
 
-def _compare_unproven(
-    found: _Findings, parts: Sequence[Part], host_bytes: int, progress: Progress
-) -> None:
+def _compare_unproven(found: _Findings, parts: Sequence[Part], how: _How) -> None:
     """Compares arrays by trees and receipts that nothing vouches for, which may say anything."""
     try:
-        found.compare(parts, host_bytes, progress)
+        found.compare(parts, how)
     except Exception as exc:
         found.add([Problem("", f"its arrays could not be compared: {_nonsense(exc)}")])
 

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from ckptmgr.engine.recipe import Load
-from ckptmgr.engine.snapshot import Ordering, Staged, Stager
+from ckptmgr.engine.snapshot import Ordering, Stager
+from ckptmgr.engine.staged import Staged
 from ckptmgr.options import Snapshot
 
 

@@ -18,6 +18,7 @@ LAYERS = [
     ("sinks",),
     ("engine",),
     ("reading", "saving"),
+    ("checking",),
     ("manager",),
     ("__init__",),
     ("orbax", "testing"),
