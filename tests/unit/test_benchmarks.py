@@ -113,6 +113,15 @@ def test_heartbeat(tmp_path):
     assert list(checks)[1:] == ["audited"]
 
 
+def test_verification(tmp_path):
+    args = ["--workloads", "dense8", "--directory", tmp_path]
+    times, ratios, checks = tables(run("verification.py", *args))
+    assert times[""] == ["none", "digests", "leaf"]
+    assert all(times["save, to durable"]) and all(times["restore"])
+    assert ratios[""] == ["digests / none", "target", "leaf / none", "target"]
+    assert set(checks) == {"", "digests"}
+
+
 def test_run(tmp_path):
     args = ["--workloads", "small1", "--directory", tmp_path]
     times, ratios = tables(run("run.py", *args))

@@ -1,0 +1,190 @@
+"""What proving costs: `python benchmarks/verification.py`.
+
+Saves and restores of the same state take turns: as it is (`digests`), without any digest of chunks
+(`none`: the function that takes them gives a constant, for this process alone; the library has no
+such option), and with leaf digests besides (`leaf`). A restore is measured with verification and
+without. Shares are repetition by repetition, since turns that follow each other meet the same
+disk; CPU time stands beside, and is steadier than the time on the clock.
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import command
+import report
+from command import FAILED, name_of, progress
+from measure import Clock, settle
+from report import Check
+from systems import Ckptmgr
+from training import Training
+from workloads import Workload, catalogue
+
+WORKLOADS = ("dense8", "small8")
+SYSTEMS = ("none", "digests", "leaf")
+WARM_UPS = 2
+SAVE_AT_MOST, RESTORE_AT_MOST = 0.05, 0.10
+
+ROWS: report.Rows = (
+    ("save", "save, to durable", report.seconds),
+    ("cpu_save", "its CPU", report.seconds),
+    ("restore", "restore", report.seconds),
+    ("cpu_restore", "its CPU", report.seconds),
+)
+RATIO_MEASURES = ("save", "cpu_save", "restore", "cpu_restore")
+
+
+def main() -> int:
+    args = parse_args()
+    directory = command.directory_of(args)
+    chosen = [catalogue(args.smoke)[name] for name in args.workloads]
+    needed = 2 * max(workload.nbytes for workload in chosen)
+    problem = command.why_not(directory, needed, [Ckptmgr.needs])
+    if problem:
+        print(problem, file=sys.stderr)
+        return FAILED
+    facts = command.begin(args, directory)
+    settings = {"smoke": args.smoke, "systems": args.systems, "reps": args.reps}
+    results = []
+    for workload in chosen:
+        task = {**settings, "workload": workload.name}
+        records = command.run_child(Path(__file__), workload.devices, task, directory)
+        if records is None:
+            print(f"{workload.name}: the measuring process failed, see above.", file=sys.stderr)
+            return FAILED
+        results.append(show(workload, args, records))
+    return command.finish(args, facts, settings, results)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    command.add_arguments(parser, WORKLOADS, SYSTEMS)
+    parser.add_argument("--reps", type=int, help="after two warm-ups. default: 7, smoke: 1")
+    args = parser.parse_args()
+    if args.reps is None:
+        args.reps = 1 if args.smoke else 7
+    if args.reps < 1:
+        parser.error("--reps must be at least 1")
+    args.systems = command.labels(args.systems)
+    return args
+
+
+# -- the child ----------------------------------------------------------------------------------
+
+
+def measure(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """One record per system and repetition; those up to 0 are warm-ups."""
+    workload = catalogue(task["smoke"])[task["workload"]]
+    training = Training(workload, seed=1)
+    like = workload.like()
+    records: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        systems = {}
+        for label in task["systems"]:
+            root = Path(task["directory"], label)
+            root.mkdir()
+            systems[label] = Ckptmgr(root, options_of(name_of(label)))
+            stack.callback(systems[label].close)
+        for rep in range(1 - WARM_UPS, task["reps"] + 1):
+            for label, system in systems.items():
+                step = len(records)
+                training.step()
+                settle(flush=not task["smoke"])
+                measures = one(system, name_of(label), training, like, step)
+                records.append(
+                    {"system": label, "rep": rep, "warmup": rep <= 0, "measures": measures}
+                )
+                system.delete(step)
+                progress(f"{workload.name} {rep}/{task['reps']} {label:<8} {measures}")
+    return records
+
+
+def options_of(name: str):
+    import ckptmgr
+
+    integrity = ckptmgr.Integrity(verify_on_restore=name != "none", leaf_digests=name == "leaf")
+    return ckptmgr.Options(heartbeat=None, integrity=integrity)
+
+
+def one(system: Ckptmgr, name: str, training: Training, like: Any, step: int) -> dict[str, float]:
+    import jax
+
+    with no_digests() if name == "none" else contextlib.nullcontext():
+        with Clock() as save:
+            system.save(step, training.state)
+            system.wait()
+    settle(flush=False)
+    with Clock() as restore:
+        found = jax.block_until_ready(system.restore(step, like))
+    training.verify(found, training.moved)
+    return {
+        "save": save.wall,
+        "cpu_save": save.cpu,
+        "restore": restore.wall,
+        "cpu_restore": restore.cpu,
+    }
+
+
+@contextlib.contextmanager
+def no_digests():
+    """Chunks get a constant instead of a digest."""
+    from ckptmgr.engine import arrays
+
+    real = arrays.digest
+    arrays.digest = lambda values: "0" * 32
+    try:
+        yield
+    finally:
+        arrays.digest = real
+
+
+# -- the tables ---------------------------------------------------------------------------------
+
+
+def show(workload: Workload, args: argparse.Namespace, records: list[dict]) -> dict[str, Any]:
+    """Print the tables of one workload; return what goes into the JSON file."""
+    first, *others = args.systems
+    pairs = [(other, first) for other in others]
+    ratios = report.compare(records, pairs, RATIO_MEASURES, ())
+    checks = checks_of(records, args.systems)
+    print(
+        f"\n{workload.name}: {workload.describe()}.\n\nMedian of {args.reps} (smallest .. largest)"
+        f"\n\n{report.table(args.systems, records, ROWS)}"
+    )
+    if ratios:
+        print(f"\nRatio of the medians (rep by rep)\n\n{report.ratio_table(ratios, ROWS)}")
+    if checks:
+        print(f"\n{report.check_table(checks)}")
+    sys.stdout.flush()
+    return {
+        "workload": workload.name,
+        "ratios": [asdict(item) for item in ratios],
+        "checks": [{**asdict(item), "verdict": item.verdict} for item in checks],
+        "missed": report.missed(checks),
+        "records": records,
+    }
+
+
+def checks_of(records: list[dict], systems: list[str]) -> list[Check]:
+    if not {"none", "digests"} <= set(systems):
+        return []
+    return [
+        Check("digests, of a save", "digests", share(records, "save"), SAVE_AT_MOST),
+        Check("digests, of a restore", "digests", share(records, "restore"), RESTORE_AT_MOST),
+    ]
+
+
+def share(records: list[dict], measure: str) -> float:
+    """What digests add, of the time without them."""
+    proved = report.values(records, "digests", measure)
+    without = report.values(records, "none", measure)
+    more = statistics.median(a - b for a, b in zip(proved, without, strict=True))
+    return more / statistics.median(without)
+
+
+if __name__ == "__main__":
+    sys.exit(command.child(measure) if command.is_child() else main())
