@@ -201,7 +201,7 @@ class CheckpointManager:
 
     def steps(self) -> tuple[StepInfo, ...]:
         """The committed steps, oldest first, read from the directory."""
-        return tuple(self._info(entry) for entry in reversed(list(self._committed())))
+        return tuple(self._info(e) for e in sorted(self._committed(), key=lambda e: e.step))
 
     def latest_step(self) -> int | None:
         """The newest committed step, or None."""
@@ -258,7 +258,12 @@ class CheckpointManager:
         """
         with self._open_for("restore"):
             if step is None:
-                found = self._newest()
+                while True:
+                    try:
+                        return self._restore(self._newest(), like, item, cast, partial)
+                    except StepNotFound as exc:
+                        if exc.step is None:  # there is none at all
+                            raise
             else:
                 number = reading.step_number(step)
                 self._saves.wait_settled(number)
@@ -314,6 +319,8 @@ class CheckpointManager:
                         doubt = Problem("", reading.why_suspect(entry), transient=True)
                         raise CorruptCheckpoint(entry.step, [doubt])
                     state = self._restore(entry, like, None, False, False)
+                except StepNotFound:
+                    return self.restore_latest(like)  # deleted while it was read; look again
                 except CorruptCheckpoint as exc:
                     skipped.append(Skipped(entry.step, str(exc)))
                     problems += exc.problems
@@ -330,7 +337,10 @@ class CheckpointManager:
         transient = any(problem.transient for problem in error.problems)
         if self._options.read_only or transient:
             return
-        self._catalog.mark_damaged(entry, str(error))
+        try:
+            self._catalog.mark_damaged(entry, str(error))
+        except StoreError as exc:
+            logger.warning("step %d: its damage is not on record: %s", entry.step, exc)
 
     def verify(
         self,
@@ -426,7 +436,7 @@ class CheckpointManager:
     def _sweep_in_background(self, recovery: Recovery) -> None:
         """Leftovers of dead processes go while the caller gets on."""
         found = recovery.leftovers()
-        if not found.intents and not found.trash:
+        if not found:
             return
 
         def sweep() -> None:

@@ -307,15 +307,24 @@ def restore(
     so in its notes). Without both, arrays come back as numpy. Raises like
     `CheckpointManager.restore`.
     """
-    return restore_step(
-        open_path(path, step),
-        like,
-        item=item,
-        cast=cast,
-        partial=partial,
-        options=options or Options(),
-        mesh=mesh,
-    )
+    chosen = options or Options()
+    while True:
+        try:
+            opened = open_path(path, step)
+            return restore_step(
+                opened, like, item=item, cast=cast, partial=partial, options=chosen, mesh=mesh
+            )
+        except CorruptCheckpoint as exc:
+            if not _has_gone(path, exc.step):
+                raise  # else it was deleted while it was read; look again
+
+
+def _has_gone(path: Any, step: int | None) -> bool:
+    """Whether a step of the run or at the place that `path` names is not there any more."""
+    if step is None:
+        return False
+    where, name = local_path(path), layout.step_name(step)
+    return not os.path.isdir(where if os.path.basename(where) == name else f"{where}/{name}")
 
 
 def plan_restore(

@@ -11,7 +11,7 @@ The order of a save, and why:
    where the file system cannot, by two renames that the intent lets the next manager finish.
 5. The root is synced. Then the intent is removed.
 
-Deletion goes the other way: one rename out of sight, then the bytes. No list of steps is kept in
+Deletion goes the other way: one rename out of sight, synced, then the bytes. No list of steps is kept in
 memory: every answer comes from the directory. Not guaranteed: anything on a file system whose
 rename is not atomic.
 """
@@ -85,11 +85,20 @@ class Catalog:
 
     def entries(self) -> Iterator[Entry]:
         """Every directory with a step's name, newest first; read one by one."""
-        numbers = [layout.parse_step(name) for name in self.store.names()]
-        for step in sorted((n for n in numbers if n is not None), reverse=True):
-            entry = self.entry(step)
-            if entry is not None:
-                yield entry
+        seen: set[int] = set()
+        gone = True
+        while gone:  # what was listed may have gone since, and newer steps come
+            gone = False
+            numbers = {layout.parse_step(name) for name in self.store.names()}
+            found = {number for number in numbers if number is not None and number not in seen}
+            for step in sorted(found, reverse=True):
+                seen.add(step)
+                entry = self.entry(step)
+                if entry is not None:
+                    yield entry
+                elif not self.store.exists(layout.step_name(step)):
+                    gone = True
+                    break
 
     def committed(self) -> Iterator[Entry]:
         """The committed steps, newest first."""
@@ -161,11 +170,16 @@ class Catalog:
             )
             and (last is None or m.created > last.created or m.step > last.step)
         ]
+        marked = []
         for document in found:
-            self._put_record(
-                layout.suspect_name(document.step), attempt=document.attempt, reason=reason
-            )
-        return tuple(sorted(document.step for document in found))
+            name = layout.suspect_name(document.step)
+            try:
+                self._put_record(name, attempt=document.attempt, reason=reason)
+            except StoreError as exc:
+                logger.warning("step %d: its doubt is not on record: %s", document.step, exc)
+            else:
+                marked.append(document.step)
+        return tuple(sorted(marked))
 
     def record_verdict(self, step: int, attempt: str, problems: Sequence[Problem]) -> None:
         """Puts on record that all of a step was compared and is right, or takes that back.
@@ -187,9 +201,11 @@ class Catalog:
             self.store.remove_file(layout.verified_name(step))
 
     def _put_record(self, name: str, **fields: Any) -> None:
-        self.store.make_dir(os.path.dirname(name))
+        self.store.keep_dir(os.path.dirname(name))
         self.store.remove_tree(name)
         self.store.put_file(name, json.dumps(fields).encode())
+        self.store.sync_path(name)
+        self.store.sync_path(os.path.dirname(name))
 
     def _record(self, name: str, needed: str = "reason") -> dict[str, Any]:
         """A record about a step, empty where there is none that can be read."""
@@ -269,7 +285,7 @@ class Catalog:
         return attempt
 
     def _write_intent(self, attempt: Attempt, replaces: bool) -> None:
-        self.store.make_dir(layout.intents_dir())
+        self.store.keep_dir(layout.intents_dir())
         owner = {"step": attempt.step, "tmp": attempt.tmp, "replaces": replaces, **owners.me()}
         name = layout.intent_name(attempt.id)
         self.store.put_file(name, json.dumps(owner).encode())
@@ -292,7 +308,12 @@ class Catalog:
             logger.warning("step %d is in place, although storage reported a failure", attempt.step)
         try:
             self.store.sync_path("")
-            self._end(attempt)
+            if self.store.exists(attempt.tmp):  # the replaced step, exchanged and not yet moved
+                remove_if_possible(self.store, attempt.tmp)
+            if self.store.exists(attempt.tmp):
+                owners.LIVE.discard(attempt.id)  # its intent lets the next start remove it
+            else:
+                self._end(attempt)
             if self.store.exists(layout.suspect_name(attempt.step)):  # of the step before
                 self.store.remove_tree(layout.suspect_name(attempt.step))
         except StoreError as exc:
@@ -336,9 +357,10 @@ class Catalog:
     def _put_aside(self, attempt: Attempt, final: str, there: Entry | None) -> None:
         """Moves what lies at a step's place and is none to quarantine, with a warning."""
         aside = layout.quarantine_name(attempt.step, attempt.id)
-        self.store.make_dir(os.path.dirname(aside))
+        self.store.keep_dir(os.path.dirname(aside))
         try:
             self.store.rename(final, aside)
+            self.store.sync_path("")
         except StoreError as exc:
             if isinstance(exc.__cause__, FileNotFoundError):
                 return
@@ -368,7 +390,7 @@ class Catalog:
     def _replace(self, attempt: Attempt, final: str) -> bool:
         """Replaces a step; False, changing nothing, where another writer was quicker."""
         old = layout.trash_name(attempt.step, attempt.id)
-        self.store.make_dir(layout.trash_dir())
+        self.store.keep_dir(layout.trash_dir())
         try:
             exchanged = self.store.exchange(attempt.tmp, final)
             if not exchanged:
@@ -425,4 +447,5 @@ class Catalog:
         trash = layout.trash_name(step, unique)
         self.store.make_dir(layout.trash_dir())
         self.store.rename(name, trash)
+        self.store.sync_path("")
         self.store.remove_tree(trash)

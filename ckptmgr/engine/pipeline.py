@@ -239,7 +239,11 @@ def _compare(job: SaveJob, audit: Audit, wrote: Wrote, tools: Tools) -> None:
                 leaves.append(prefix + item.tree.leaves[leaf].dotted)
         if leaves:
             reason = f"the heartbeat of step {job.step} found torn copies of {leaves[0]!r}"
-            raise AuditFailed(job.step, leaves, tools.catalog.mark_suspects(reason))
+            try:
+                suspects = tools.catalog.mark_suspects(reason)
+            except StoreError as exc:
+                raise AuditFailed(job.step, leaves, ()) from exc
+            raise AuditFailed(job.step, leaves, suspects)
 
 
 def _read_back(
@@ -295,7 +299,8 @@ def _check_complete(sizes: Mapping[str, int], written: _Written) -> None:
     for path, size in expected.items():
         if sizes.get(path) != size:
             found = f"has {sizes[path]} bytes" if path in sizes else "is missing"
-            raise StoreError(f"{written.attempt.tmp}/{path} {found}, {size} bytes were written")
+            where = written.tools.catalog.store.path(f"{written.attempt.tmp}/{path}")
+            raise StoreError(f"{where} {found}, {size} bytes were written")
 
 
 def _write_arrays(
@@ -339,7 +344,9 @@ def _write_tree_metadata(
     sizes = tools.catalog.store.sizes(f"{written.attempt.tmp}/{name}")
     mine = layout.container(rank) + "/"
     if tree.has_arrays and f"{mine}{layout.OCDBT_MANIFEST}" not in sizes:
-        raise StoreError(f"{written.attempt.tmp}/{name}/{mine} vanished while it was written")
+        raise StoreError(
+            f"{tools.catalog.store.path(written.attempt.tmp)}/{name}/{mine} vanished while it was written"
+        )
     files = {f: n for f, n in sizes.items() if f.startswith(mine)}
     receipt = Receipt(rank, wrote.chunks, files, wrote.sums)
     written.data |= {f"{name}/{file}": size for file, size in receipt.files.items()}
@@ -410,7 +417,10 @@ def retain(tools: Tools, just_saved: int) -> tuple[int, ...]:
     ]
     now = tools.emitter.clock.time()
     decision = retention.decide(infos, tools.options.retention, now, just_saved)
+    store = tools.catalog.store
     for step in decision.drop:
+        if not any(store.is_dir(layout.step_name(kept)) for kept in decision.keep):
+            break  # somebody rolled back meanwhile; what is left is all there is
         tools.catalog.forget(step)
     return decision.drop
 

@@ -22,10 +22,14 @@ FOREIGN_LEASE_SECONDS = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """Names of intents and of trash that a sweep looks at."""
+    """Names of intents, of trash, and of temporary directories that a sweep looks at."""
 
     intents: tuple[str, ...]
     trash: tuple[str, ...]
+    temporary: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.intents or self.trash or self.temporary)
 
 
 def remove_attempt(store: Store, unique: str, tmp: str) -> None:
@@ -73,6 +77,7 @@ class Recovery:
         return Leftovers(
             tuple(self._store.names(layout.intents_dir())),
             tuple(self._store.names(layout.trash_dir())),
+            tuple(name for name in self._store.names() if layout.parse_tmp(name)),
         )
 
     def sweep(self, found: Leftovers) -> None:
@@ -94,6 +99,16 @@ class Recovery:
             if name not in owned:
                 remove_if_possible(self._store, f"{layout.trash_dir()}/{name}")
         self._sweep_unreadable([name for name in found.intents if name not in known])
+        self._sweep_ownerless(found.temporary)
+
+    def _sweep_ownerless(self, temporary: tuple[str, ...]) -> None:
+        """Directories of attempts without an intent, which a crash may leave, once they are old."""
+        for name in temporary:
+            parsed = layout.parse_tmp(name)
+            if parsed is None or self._store.exists(layout.intent_name(parsed[1])):
+                continue
+            if self._clock.time() - self._store.modified(name) > FOREIGN_LEASE_SECONDS:
+                remove_if_possible(self._store, name)
 
     def _sweep_unreadable(self, intents: list[str]) -> None:
         """Intents that nobody can read, and what they own, once both are old."""
@@ -104,8 +119,10 @@ class Recovery:
             own = [tmp for tmp, parsed in found if parsed and parsed[1] == unique]
             newest = max(self._store.modified(place) for place in (path, *own))
             if self._clock.time() - newest > FOREIGN_LEASE_SECONDS:
-                for place in (*own, path):
+                for place in own:
                     remove_if_possible(self._store, place)
+                if not any(self._store.exists(place) for place in own):
+                    remove_if_possible(self._store, path)
 
     def _intents(self) -> list[tuple[str, dict[str, Any]]]:
         found = []

@@ -90,6 +90,23 @@ class Store:
         with _told("cannot create the directory", self.path(name)):
             os.makedirs(self.path(name), exist_ok=True)
 
+    def keep_dir(self, name: str) -> None:
+        """As `make_dir`, and the names of the directories that it creates are synced.
+
+        One above that may not be opened is left to the system.
+        """
+        path, above = self.path(name), []
+        while not os.path.isdir(path):
+            path = os.path.dirname(path)
+            above.append(os.path.relpath(path, self.root))
+        self.make_dir(name)
+        for parent in reversed(above):
+            try:
+                self.sync_path("" if parent == "." else parent)
+            except StoreError as exc:
+                if exc.errno not in (errno.EACCES, errno.EPERM):
+                    raise
+
     def write_file(self, name: str, data: bytes) -> None:
         """Writes a new file; its directory must exist. Not synced."""
         with _told("cannot write", self.path(name)), open(self.path(name), "wb") as file:
@@ -230,7 +247,7 @@ class Store:
     def check_usable(self, create: bool) -> None:
         """Raises, naming the path, unless the root is a directory we can write (if `create`)."""
         if create:
-            self.make_dir("")
+            self.keep_dir("")
         if not os.path.isdir(self.root):
             state = "is not a directory" if os.path.lexists(self.root) else "does not exist"
             raise StoreError(f"{self.root} {state}")
