@@ -259,11 +259,12 @@ class CheckpointManager:
         with self._open_for("restore"):
             if step is None:
                 while True:
+                    newest = self._newest()
                     try:
-                        return self._restore(self._newest(), like, item, cast, partial)
-                    except StepNotFound as exc:
-                        if exc.step is None:  # there is none at all
-                            raise
+                        return self._restore(newest, like, item, cast, partial)
+                    except StepNotFound:
+                        if self._catalog.entry(newest.step) is not None:
+                            raise  # else it was deleted while it was read
             else:
                 number = reading.step_number(step)
                 self._saves.wait_settled(number)
@@ -320,6 +321,8 @@ class CheckpointManager:
                         raise CorruptCheckpoint(entry.step, [doubt])
                     state = self._restore(entry, like, None, False, False)
                 except StepNotFound:
+                    if self._catalog.entry(entry.step) is not None:
+                        raise
                     return self.restore_latest(like)  # deleted while it was read; look again
                 except CorruptCheckpoint as exc:
                     skipped.append(Skipped(entry.step, str(exc)))
