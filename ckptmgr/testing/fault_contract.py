@@ -188,6 +188,7 @@ def _killed(own: str, kills: int) -> None:
         child.kill()
         durable = max([durable, *(int(line) for line in told if line.strip().isdigit())])
         child.wait()
+        child.stdout.close()
         with ckptmgr.CheckpointManager(own, ckptmgr.Options(read_only=True)) as manager:
             latest = manager.restore_latest(None)
         where = f"kill {kill + 1}"

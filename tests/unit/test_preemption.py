@@ -456,8 +456,15 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+# Right after a signal JAX's own shutdown at exit may wait for its service for ever.
+LEAVE = """
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
 def run_with_jax(script: str) -> list[str]:
-    return run_python(JAX + script, free_port()).stdout.splitlines()
+    return run_python(JAX + script + LEAVE, free_port()).stdout.splitlines()
 
 
 def test_the_notice_of_jax_is_noticed_and_its_handler_left_alone():
