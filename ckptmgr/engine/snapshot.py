@@ -54,8 +54,9 @@ logger = logging.getLogger("ckptmgr")
 WAVE_BYTES = 64 * 2**20
 """Array bytes per OCDBT transaction; less where host memory is bounded."""
 
-OVER_BYTES = 256 * 2**20
-"""Array bytes that one program writes over; its values arrive together."""
+OVER_BYTES = 4 * 2**30
+"""Array bytes that one program writes over. Its values arrive together, 85 ms a GiB; but where its
+threads take all cores, the call that starts a second program waits for them."""
 
 WAVES_PER_LIMIT = 4
 """One wave is filled while others are on their way to disk; all lie within the bound."""
