@@ -170,7 +170,7 @@ class Preparer:
             overwrite=request.overwrite,
             items=tuple(items),
             ordering=ordering,
-            audit=self._order(request.step, audit_mode, trees) if audit_mode else None,
+            audit=self._order(request.step, audit_mode, trees, True) if audit_mode else None,
             metrics=request.metrics,
             extra=request.extra,
             topology={**topology, "versions": pipeline.versions()},
@@ -180,7 +180,9 @@ class Preparer:
             since_heartbeat=since_heartbeat,
         )
 
-    def _order(self, step: int, mode: str, trees: Sequence[tuple[str, _Tree]]) -> Ordering:
+    def _order(
+        self, step: int, mode: str, trees: Sequence[tuple[str, _Tree]], audit: bool = False
+    ) -> Ordering:
         works = []
         for _, item in trees:
             recipes = item.structure.recipes
@@ -188,7 +190,7 @@ class Preparer:
                 plan, sources = item.structure.plan, item.sources
                 recipes[mode] = self._stager.recipe(mode, plan, sources, self._rank)
             works.append(Work(recipes[mode], item.sources))
-        return self._stager.order(step, works)
+        return self._stager.order(step, works, audit)
 
 
 def _key(item: Any) -> tuple[Hashable | None, list[Any]]:

@@ -115,9 +115,16 @@ class Stager:
             self._warned = True
             logger.warning("%s; save() copies everything before it returns", text)
 
-    def order(self, step: int, works: Sequence[Work]) -> Ordering:
-        """A snapshot of the items; `first` and `rest` order its copies."""
+    def order(self, step: int, works: Sequence[Work], audit: bool = False) -> Ordering:
+        """A snapshot of the items; `first` and `rest` order its copies.
+
+        One for an audit is digested and dropped as it arrives. Where it has no buffers to use
+        again it goes in waves, for the first touch of fresh memory would be most of its cost.
+        """
         bounded = self._options.host_bytes is not None
+        if audit and not bounded and self._options.mode == "copy_on_write":
+            memory = HostMemory(WAVES_PER_LIMIT * self._wave_bytes)
+            return self.ordering(step, works, memory, self.programs, True)
         return self.ordering(step, works, self.memory, self.programs, bounded)
 
     def learn(self) -> None:
