@@ -223,8 +223,9 @@ class Ordering:
                 self._order(self._ordered + 1)
             return
         with self._changed:
-            self._starved = True
-            self._memory.wake()
+            if self._ordered <= wave:
+                self._starved = True
+                self._memory.wake()
             self._changed.wait_for(
                 lambda: self._ordered > wave or self._closed or self._failure is not None
             )
@@ -259,6 +260,7 @@ class Ordering:
             raise
         with self._changed:
             self._ordered = until
+            self._starved = False  # what the writer waited for is here; the next wave must fit
             self._changed.notify_all()
         if self.all_ordered:
             for staged in self.staged:

@@ -11,6 +11,7 @@ import pytest
 import ckptmgr
 from ckptmgr import InvalidOption, KeepLast, Options, SaveFailed, Snapshot
 from ckptmgr.engine import shardings
+from ckptmgr.engine.memory import HostMemory
 from ckptmgr.engine.store import Store
 from ckptmgr.testing import Fault, FaultyStore, Hold
 from tests.support.trees import assert_same_leaves
@@ -182,6 +183,34 @@ def test_snapshots_stay_within_their_budget_and_are_right_under_donation(tmp_pat
     assert max(event.host_bytes for event in events) <= budget
     waits = [event for event in events if event.phase == "wait"]
     assert any("host memory" in event.detail for event in waits)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_writer_that_waits_for_one_wave_does_not_let_the_next_pass_the_bound(
+    tmp_path, monkeypatch, mode
+):
+    held = []
+    real = HostMemory.reserve
+
+    def reserve(memory, wanted, at_once):
+        found = real(memory, wanted, at_once)
+        held.append(memory.held)
+        return found
+
+    monkeypatch.setattr(HostMemory, "reserve", reserve)
+    tree = {f"l{i}": np.full(64_000, i, np.uint8) for i in range(40)}
+    budget = 4 * 64_000
+    storage = ckptmgr.Storage(durable=False)
+    options = Options(
+        snapshot=Snapshot(mode=mode, host_bytes=budget),
+        heartbeat=None,
+        storage=storage,
+        retention=KeepLast(1),
+    )
+    with ckptmgr.CheckpointManager(tmp_path, options) as manager:
+        for step in range(15):
+            manager.save(step, tree)
+    assert len(held) == 15 * 40 and max(held) <= budget
 
 
 @pytest.mark.parametrize("mode", MODES)
