@@ -38,7 +38,7 @@ KILL_AT_RANDOM = """
     root, rounds, rng = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3]))
 
     def live(ready):
-        found = common.swept(root, retention=ckptmgr.KeepLast(2))
+        found = common.swept(root, retention=ckptmgr.KeepLast(2), heartbeat=None)
         assert common.leftovers(root) == [], common.leftovers(root)
         there = common.numbers(found)
         assert len(there) <= 3, there  # two, and one whose turn to go had come
