@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 
 import pytest
 
@@ -37,6 +38,7 @@ class Copying(Store):
     def exchange(self, a, b):
         for old, new in ((a, "between"), (b, a), ("between", b)):
             super().rename(old, new)
+            threading.Event().wait(0.002)  # long enough to be seen
         return True
 
 
