@@ -130,7 +130,7 @@ class Saves:
         except BaseException:  # an interrupt among them: nothing may wait for this save any more
             thread.cancel()
             if job is not None:
-                job.ordering.close()
+                job.close()
             self._emitter.settled(handle)
             raise
         self._order_rest(job, handle)
@@ -166,9 +166,8 @@ class Saves:
 
     def _order_rest(self, job: pipeline.SaveJob, handle: SaveHandle) -> None:
         """What host memory had no room for. What fails here fails the save, too."""
-        orderings = [job.ordering] if job.audit is None else [job.ordering, job.audit]
         try:
-            for ordering in orderings:
+            for ordering in job.orderings:
                 if not ordering.started_any:
                     ordering.first()
                 ordering.rest()
@@ -176,7 +175,7 @@ class Saves:
             handle.join()
             handle.take_failure()
             raise
-        waited = sum(ordering.waited for ordering in orderings)
+        waited = sum(ordering.waited for ordering in job.orderings)
         if waited:
             self._tell_wait(job.step, waited, "for host memory, see Snapshot.host_bytes")
             handle.waited += waited

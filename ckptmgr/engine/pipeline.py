@@ -98,7 +98,17 @@ class SaveJob:
     @property
     def staging_bytes(self) -> int:
         """Host memory that its copies take."""
-        return self.ordering.nbytes + (self.audit.nbytes if self.audit is not None else 0)
+        return sum(ordering.nbytes for ordering in self.orderings)
+
+    @property
+    def orderings(self) -> tuple[Ordering, ...]:
+        """Its snapshots, in the order in which the caller orders their copies."""
+        return (self.ordering,) if self.audit is None else (self.ordering, self.audit)
+
+    def close(self) -> None:
+        """Gives back all host memory, and lets a caller go that waits for some."""
+        for ordering in self.orderings:
+            ordering.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +162,7 @@ def finish_save(
             document = _commit(job, tools, on_host)
             span.note(flush_latency=tools.emitter.since(job.called))
         finally:
-            job.ordering.close()
+            job.close()
             tools.emitter.settled(handle)
     info = info_of(document)
     handle._mark_durable(info)

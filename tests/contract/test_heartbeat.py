@@ -324,6 +324,25 @@ def test_the_event_says_whether_it_was_read_from_storage(tmp_path):
     ]
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("mode", ASYNC)
+@pytest.mark.parametrize("operation", range(1, 8))
+def test_a_heartbeat_that_fails_early_lets_a_caller_go_that_waits_for_host_memory(
+    tmp_path, mode, operation
+):
+    mesh = flat_mesh()
+    budget = Snapshot(mode=mode, host_bytes=2**17)
+    wanted = Options(snapshot=budget, heartbeat=Heartbeat(every_saves=1))
+    store = FaultyStore(Store(str(tmp_path)))
+    with ckptmgr.CheckpointManager(tmp_path, wanted, store=store) as manager:
+        store.arm(Fault(operation, for_good=True))
+        with pytest.raises(SaveFailed, match="step 1"):
+            manager.save(1, state(mesh, 1))
+        store.arm()
+        manager.save(1, state(mesh, 1))
+        assert_same_leaves(manager.restore(), state(mesh, 1))
+
+
 @pytest.mark.parametrize("operation", ["arrays", "sync_tree", "rename"])
 def test_a_heartbeat_that_fails_is_tried_again_with_the_next_save(tmp_path, operation):
     store = FaultyStore(Store(str(tmp_path)))
