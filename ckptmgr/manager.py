@@ -77,7 +77,7 @@ class CheckpointManager:
             self._store, self._clock, new_attempt or (lambda: uuid.uuid4().hex[:16])
         )
         copies = stager or Stager(self._options.snapshot)
-        self._emitter = Emitter([log_sink, *events], self._clock, lambda: copies.memory.held)
+        self._emitter = Emitter([log_sink, *events], self._clock, lambda: copies.held)
         tools = pipeline.Tools(
             self._catalog, coordinator or coord.of_this_job(), self._emitter, self._options
         )

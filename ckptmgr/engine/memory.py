@@ -11,13 +11,10 @@ and the oldest go when room is needed.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
-
-logger = logging.getLogger("ckptmgr")
 
 Kind = Hashable
 """Buffers of the same kind are interchangeable."""
@@ -36,7 +33,6 @@ class HostMemory:
         self._in_use = 0
         self._kept = 0
         self._buffers: dict[Kind, list[tuple[Any, int]]] = {}
-        self._warned = False
 
     @property
     def held(self) -> int:
@@ -60,7 +56,6 @@ class HostMemory:
             waited = not self._has_room(new)
             while not self._has_room(new):
                 if at_once() or self._in_use == total - new:
-                    self._warn(total)
                     break
                 self._changed.wait()
             self._in_use += new
@@ -107,14 +102,3 @@ class HostMemory:
             else:
                 del self._buffers[kind]
         return self._in_use + nbytes <= self._limit
-
-    def _warn(self, nbytes: int) -> None:
-        assert self._limit is not None
-        if not self._warned and nbytes > self._limit:
-            self._warned = True
-            logger.warning(
-                "Snapshot.host_bytes is %d, and a shard of a leaf takes %d; it is copied alone. "
-                "A larger budget, or a leaf sharded further, avoids that",
-                self._limit,
-                nbytes,
-            )

@@ -73,6 +73,7 @@ class Stager:
 
     def __init__(self, options: Snapshot) -> None:
         self.memory = HostMemory(options.host_bytes)
+        self._audit_memory = HostMemory(WAVES_PER_LIMIT * WAVE_BYTES)
         self.programs = Programs()
         self.places = shardings.PlacesCache()
         self._options = options
@@ -80,7 +81,12 @@ class Stager:
         self._wave_bytes = WAVE_BYTES
         if limit is not None:
             self._wave_bytes = max(1, min(WAVE_BYTES, limit // WAVES_PER_LIMIT))
-        self._warned = False
+        self._warned: set[str] = set()
+
+    @property
+    def held(self) -> int:
+        """Bytes of host memory that snapshots hold, kept buffers included."""
+        return self.memory.held + self._audit_memory.held
 
     def recipe(self, mode: str, plan: SavePlan, sources: Sequence[Source], rank: int) -> Recipe:
         """How to copy a tree of this structure.
@@ -99,21 +105,29 @@ class Stager:
             if any(load.how == "now" for load in loads):
                 self._no_pinned_host(mode)
             nbytes = sum(load.nbytes for load in loads)
-            if self._options.strict and limit is not None and nbytes > limit:
+            if limit is not None and nbytes > limit:
                 leaf = made.plan.tree.leaves[wave[0].leaf].dotted
-                raise InvalidOption(
+                self._warn(
                     f"leaf {leaf!r}: {nbytes} bytes of it have to be copied at once, more than "
-                    f"Snapshot.host_bytes={limit}, and strict=True; raise the budget or shard the "
-                    "leaf further"
+                    f"Snapshot.host_bytes={limit}",
+                    "they are copied alone",
+                    "raise the budget or shard the leaf further",
                 )
 
     def _no_pinned_host(self, mode: str) -> None:
-        text = f"this backend has no pinned_host memory, which mode {mode!r} needs"
+        self._warn(
+            f"this backend has no pinned_host memory, which mode {mode!r} needs",
+            "save() copies everything before it returns",
+            "Snapshot(mode='sync') does without",
+        )
+
+    def _warn(self, what: str, instead: str, remedy: str) -> None:
+        """Says once what is done instead; raises InvalidOption where `strict`."""
         if self._options.strict:
-            raise InvalidOption(f"{text}, and strict=True; Snapshot(mode='sync') does without")
-        if not self._warned:
-            self._warned = True
-            logger.warning("%s; save() copies everything before it returns", text)
+            raise InvalidOption(f"{what}, and strict=True; {remedy}")
+        if instead not in self._warned:
+            self._warned.add(instead)
+            logger.warning("%s; %s", what, instead)
 
     def order(self, step: int, works: Sequence[Work], audit: bool = False) -> Ordering:
         """A snapshot of the items; `first` and `rest` order its copies.
@@ -123,8 +137,7 @@ class Stager:
         """
         bounded = self._options.host_bytes is not None
         if audit and not bounded and self._options.mode == "copy_on_write":
-            memory = HostMemory(WAVES_PER_LIMIT * self._wave_bytes)
-            return self.ordering(step, works, memory, self.programs, True)
+            return self.ordering(step, works, self._audit_memory, self.programs, True)
         return self.ordering(step, works, self.memory, self.programs, bounded)
 
     def learn(self) -> None:
