@@ -394,8 +394,8 @@ def describe(path: Any, step: int | None = None) -> Description:
         {name: tree.shardings if tree else () for name, tree in trees.items()},
         {name: item.unreadable for name, item in opened.items.items() if item.unreadable},
         {
-            name: {item.tree.leaves[i].dotted: text for i, text in item.leaf_digests.items()}
+            name: {item.tree.leaves[i].dotted: text for i, text in digests.items()}
             for name, item in opened.items.items()
-            if item.tree is not None and item.leaf_digests
+            if item.tree is not None and (digests := item.leaf_digests)
         },
     )

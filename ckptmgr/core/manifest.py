@@ -294,13 +294,14 @@ def leaf_digests(tree: StoredTree, receipts: Sequence[Receipt]) -> dict[int, str
     for receipt in receipts:
         for leaf, sums in receipt.sums.items():
             found[leaf] = leafdigest.add(found.get(leaf, leafdigest.ZERO), sums)
-    summed = bool(receipts) and all(receipt.sums or not receipt.chunks for receipt in receipts)
+    if not found or not all(receipt.sums or not receipt.chunks for receipt in receipts):
+        return {}
     return {
         number: leafdigest.finish(
             found.get(number, leafdigest.ZERO), leaf.stored_dtype, leaf.stored_shape
         )
         for number, leaf in enumerate(tree.leaves)
-        if leaf.has_array and summed and any(receipt.sums for receipt in receipts)
+        if leaf.has_array
     }
 
 

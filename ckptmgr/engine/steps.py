@@ -30,7 +30,7 @@ class OpenItem:
       tree: the stored tree, None for the state of an iterator and the like.
       state: the decoded state where `tree` is None.
       digests: (leaf, chunk index) -> xxh3-128, as recorded.
-      leaf_digests: leaf -> its leaf digest, where those were recorded.
+      receipts: what each process wrote of it.
       unreadable: why nothing of a foreign item can be read, else "".
     """
 
@@ -39,8 +39,13 @@ class OpenItem:
     tree: StoredTree | None
     state: Any = None
     digests: Digests = field(default_factory=dict)
-    leaf_digests: Mapping[int, str] = field(default_factory=dict)
+    receipts: tuple[Receipt, ...] = ()
     unreadable: str = ""
+
+    @property
+    def leaf_digests(self) -> dict[int, str]:
+        """Leaf -> its leaf digest, where those were recorded; worked out when asked for."""
+        return {} if self.tree is None else manifest.leaf_digests(self.tree, self.receipts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +93,13 @@ def open_step(path: str, step: int, document: Manifest) -> OpenStep:
     for name, kind in document.items.items():
         try:
             item = open_item(store, name, kind, texts)
-            receipts = receipts_of(name, texts)
         except FormatError as exc:
             problems.append(Problem(name, str(exc)))
             continue
         items[name] = item
         if item.tree is not None:
-            problems += chunk_problems(item, receipts)
-            problems += data_problems(store, name, receipts)
+            problems += chunk_problems(item, item.receipts)
+            problems += data_problems(store, name, item.receipts)
     if problems:
         raise CorruptCheckpoint(step, problems)
     plain = {
@@ -139,12 +143,12 @@ def open_item(store: Store, name: str, kind: str, texts: Mapping[str, bytes]) ->
     text = texts.get(layout.tree_file(name))
     if text is None:
         raise FormatError("its tree is not in the manifest's list of files")
-    receipts = receipts_of(name, texts)
+    receipts = tuple(receipts_of(name, texts))
     digests = {
         (chunk.leaf, chunk.index): chunk.digest for receipt in receipts for chunk in receipt.chunks
     }
     tree = StoredTree.from_json(text)
-    return OpenItem(name, path, tree, None, digests, manifest.leaf_digests(tree, receipts))
+    return OpenItem(name, path, tree, None, digests, receipts)
 
 
 def receipts_of(item: str, texts: Mapping[str, bytes]) -> list[Receipt]:
