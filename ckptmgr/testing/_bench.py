@@ -13,8 +13,9 @@ from typing import Any
 import ckptmgr
 from ckptmgr.engine.store import Store
 from ckptmgr.testing import _trees
-from ckptmgr.testing._trees import Broken, Kind, Leaves
+from ckptmgr.testing._trees import Kind, Leaves
 from ckptmgr.testing.faults import Fault, FaultyStore, Hold, Operation
+from ckptmgr.testing.outcome import Broken
 
 SAVE_LIMIT = 60.0
 """Seconds that one save may take."""

@@ -19,13 +19,11 @@ import ml_dtypes  # noqa: F401  registers bfloat16 and friends with numpy
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from ckptmgr.testing.outcome import Broken
+
 Leaves = dict[str, Any]
 KEY = "key"
 """The dtype of a kind that stands for typed PRNG keys."""
-
-
-class Broken(AssertionError):
-    """Something that was promised did not hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ that saves is killed at random moments.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -25,7 +26,7 @@ import numpy as np
 import ckptmgr
 from ckptmgr.engine.store import Store
 from ckptmgr.testing.faults import Fault, FaultyStore
-from ckptmgr.testing.snapshot_contract import Outcome
+from ckptmgr.testing.outcome import Broken, Outcome, outcome_of
 
 FAULTS: Mapping[str, Callable[[int], Fault]] = {
     "fails": lambda k: Fault(k),
@@ -33,6 +34,9 @@ FAULTS: Mapping[str, Callable[[int], Fault]] = {
     "takes effect and fails": lambda k: Fault(k, effect="full"),
     "is cut short": lambda k: Fault(k, effect="half"),
 }
+
+CHILD_LIMIT = 120.0
+"""Seconds that a process may take until it has saved and is killed."""
 
 _OLD, _NEW, _NEXT = 20, 21, 3
 
@@ -78,23 +82,10 @@ def run(directory: str | os.PathLike[str], kills: int = 10) -> Iterator[Outcome]
     for what, scenario in SCENARIOS.items():
         for how, fault in FAULTS.items():
             sentence = f"whichever operation of {what} {how}, every listed step is whole"
-            yield _outcome(sentence, root, lambda own: _every_operation(own, scenario, fault))  # noqa: B023
+            yield outcome_of(sentence, root, functools.partial(_every_operation, scenario, fault))
     if kills:
         sentence = f"after each of {kills} kills the latest step is whole, and none is lost"
-        yield _outcome(sentence, root, lambda own: _killed(own, kills))
-
-
-def _outcome(sentence: str, directory: str, check: Callable[[str], None]) -> Outcome:
-    own = tempfile.mkdtemp(prefix="fault-contract-", dir=directory)
-    started = time.monotonic()
-    detail = ""
-    try:
-        check(own)
-    except Exception as exc:
-        detail = f"{type(exc).__name__}: {exc}"
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
-    return Outcome(sentence, not detail, detail, time.monotonic() - started)
+        yield outcome_of(sentence, root, lambda own: _killed(own, kills))
 
 
 def _state(number: int) -> dict[str, Any]:
@@ -102,10 +93,10 @@ def _state(number: int) -> dict[str, Any]:
 
 
 def _number_of(found: Any, where: str) -> int:
-    """Which state it is; raises AssertionError where it is none."""
+    """Which state it is; raises Broken where it is none."""
     number = int(found["n"])
     if found["w"].tobytes() != _state(number)["w"].tobytes():
-        raise AssertionError(f"{where}: w is {found['w']!r} beside n={number}")
+        raise Broken(f"{where}: w is {found['w']!r} beside n={number}")
     return number
 
 
@@ -113,7 +104,7 @@ def _options(heartbeat: bool) -> ckptmgr.Options:
     return ckptmgr.Options(heartbeat=ckptmgr.Heartbeat(every_saves=1) if heartbeat else None)
 
 
-def _every_operation(own: str, scenario: Scenario, fault: Callable[[int], Fault]) -> None:
+def _every_operation(scenario: Scenario, fault: Callable[[int], Fault], own: str) -> None:
     operation = 0
     while True:
         operation += 1
@@ -137,7 +128,7 @@ def _every_operation(own: str, scenario: Scenario, fault: Callable[[int], Fault]
         shutil.rmtree(root)
         if not reached:
             if failed:
-                raise AssertionError("it fails although nothing was made to")
+                raise Broken("it fails although nothing was made to")
             return
 
 
@@ -146,13 +137,13 @@ def _check(root: str, scenario: Scenario, where: str) -> None:
         steps = [info.step for info in manager.steps()]
         held = {step: _number_of(manager.restore(step=step), where) for step in steps}
         if held.pop(1, None) != 1:
-            raise AssertionError(f"{where}: step 1 was lost or changed")
+            raise Broken(f"{where}: step 1 was lost or changed")
         if held.pop(2, None) not in scenario.allowed or held:
-            raise AssertionError(f"{where}: steps {steps} are there")
+            raise Broken(f"{where}: steps {steps} are there")
         manager.save(_NEXT, _state(_NEXT)).result()
         latest = manager.restore_latest(None)
         if latest is None or _number_of(latest.state, where) != _NEXT:
-            raise AssertionError(f"{where}: the next save was not restored")
+            raise Broken(f"{where}: the next save was not restored")
 
 
 _CHILD = """
@@ -179,13 +170,17 @@ def _killed(own: str, kills: int) -> None:
             [sys.executable, "-c", _CHILD, own], stdout=subprocess.PIPE, text=True
         )
         assert child.stdout is not None
+        late = threading.Timer(CHILD_LIMIT, child.kill)  # it must not keep us waiting for ever
+        late.start()
         told = iter(child.stdout)
         if next(told, "").strip() != "begun":
-            raise AssertionError(f"the saving process ended with status {child.wait()}")
+            late.cancel()
+            raise Broken(f"the saving process ended with status {child.wait()}")
         for _ in range(chance.randrange(1, 6)):
             durable = int(next(told, durable))
         time.sleep(chance.random() * 0.02)  # somewhere in the save that is under way
         child.kill()
+        late.cancel()
         durable = max([durable, *(int(line) for line in told if line.strip().isdigit())])
         child.wait()
         child.stdout.close()
@@ -193,6 +188,6 @@ def _killed(own: str, kills: int) -> None:
             latest = manager.restore_latest(None)
         where = f"kill {kill + 1}"
         if latest is None or latest.skipped or latest.step < durable:
-            raise AssertionError(f"{where}: step {durable} was durable; found {latest}")
+            raise Broken(f"{where}: step {durable} was durable; found {latest}")
         if _number_of(latest.state, where) != latest.step:
-            raise AssertionError(f"{where}: step {latest.step} holds another's values")
+            raise Broken(f"{where}: step {latest.step} holds another's values")

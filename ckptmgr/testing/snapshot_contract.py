@@ -14,11 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
-import tempfile
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +24,8 @@ import numpy as np
 import ckptmgr
 from ckptmgr.testing import _memory, _trees
 from ckptmgr.testing._bench import SAVE_LIMIT, Bench, Call, Trial
-from ckptmgr.testing._trees import Broken, Kind, Leaves
+from ckptmgr.testing._trees import Kind, Leaves
+from ckptmgr.testing.outcome import Broken, Outcome, outcome_of
 
 MODES = ("sync", "copy_on_write", "double_buffer")
 """The modes that keep the contract: all of them."""
@@ -37,28 +34,6 @@ CHECK_LIMIT = 300.0
 """Seconds after which a check has hung, and so has failed."""
 
 _MOMENT = 0.1  # seconds in which a save that ought to wait can show that it does not
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How one check went.
-
-    Attributes:
-      check: the sentence it proves, a key of `CHECKS`.
-      passed: whether the sentence held.
-      detail: what was expected and what found; "" where it held.
-      seconds: how long it took.
-    """
-
-    check: str
-    passed: bool
-    detail: str
-    seconds: float
-
-    def __str__(self) -> str:
-        word = "ok" if self.passed else "FAILED"
-        line = f"{word:6} {self.seconds:5.1f} s  {self.check}"
-        return f"{line}: {self.detail}" if self.detail else line
 
 
 Check = Callable[[Bench], None]
@@ -95,28 +70,23 @@ def run(
     root = os.path.abspath(directory)
     os.makedirs(root, exist_ok=True)
     return tuple(
-        _outcome(sentence, root, mode, found, make_manager)
+        outcome_of(
+            sentence,
+            root,
+            functools.partial(_on_bench, _checks[sentence], mode, found, make_manager),
+            keep=True,
+        )
         for sentence in CHECKS
         if only is None or sentence in only
     )
 
 
-def _outcome(
-    sentence: str, directory: str, mode: str, devices: tuple[Any, ...], make_manager: Any
-) -> Outcome:
-    own = tempfile.mkdtemp(prefix="snapshot-contract-", dir=directory)
+def _on_bench(
+    check: Check, mode: str, devices: tuple[Any, ...], make_manager: Any, own: str
+) -> None:
+    """Runs a check on a thread of its own; one that takes too long has failed."""
     bench = Bench(own, mode, devices, make_manager)
-    started = time.monotonic()
-    detail = ""
-    try:
-        Call(lambda: _checks[sentence](bench)).result(CHECK_LIMIT)
-    except Exception as exc:
-        told = [str(exc), *getattr(exc, "__notes__", ())]
-        name = "" if isinstance(exc, Broken) else f"{type(exc).__name__}: "
-        detail = f"{name}{'; '.join(told)} (what was written is in {own})"
-    else:
-        shutil.rmtree(own, ignore_errors=True)
-    return Outcome(sentence, not detail, detail, time.monotonic() - started)
+    Call(lambda: check(bench)).result(CHECK_LIMIT)
 
 
 def _proves(sentence: str) -> Callable[[Check], Check]:

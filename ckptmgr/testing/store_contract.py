@@ -10,18 +10,16 @@ was written comes back.
 
 from __future__ import annotations
 
+import functools
 import os
-import shutil
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
 from ckptmgr.engine.store import Store
 from ckptmgr.errors import StoreError
-from ckptmgr.testing.snapshot_contract import Outcome
+from ckptmgr.testing.outcome import Broken, Outcome, outcome_of
 
 Check = Callable[[Store], None]
 _checks: dict[str, Check] = {}
@@ -43,20 +41,14 @@ def run(
     """
     root = os.path.abspath(directory)
     os.makedirs(root, exist_ok=True)
-    return tuple(_outcome(sentence, root, make_store) for sentence in CHECKS)
+    return tuple(
+        outcome_of(sentence, root, functools.partial(_in_store, check, make_store))  # type: ignore[misc]
+        for sentence, check in CHECKS.items()
+    )
 
 
-def _outcome(sentence: str, directory: str, make_store: Callable[[str], Store]) -> Outcome:
-    own = tempfile.mkdtemp(prefix="store-contract-", dir=directory)
-    started = time.monotonic()
-    detail = ""
-    try:
-        _checks[sentence](make_store(own))
-    except Exception as exc:
-        detail = f"{type(exc).__name__}: {exc}"
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
-    return Outcome(sentence, not detail, detail, time.monotonic() - started)
+def _in_store(check: Check, make_store: Callable[[str], Store], own: str) -> None:
+    check(make_store(own))
 
 
 def _proves(sentence: str) -> Callable[[Check], Check]:
@@ -69,7 +61,7 @@ def _proves(sentence: str) -> Callable[[Check], Check]:
 
 def _expect(holds: bool, what: str) -> None:
     if not holds:
-        raise AssertionError(what)
+        raise Broken(what)
 
 
 def _make(store: Store, name: str, text: bytes) -> None:
@@ -213,7 +205,7 @@ def _missing(store: Store) -> None:
         except StoreError as exc:
             _expect(store.root in str(exc), f"{exc} names no path")
         else:
-            raise AssertionError("there was no error")
+            raise Broken("there was no error")
 
 
 @_proves("names that differ in case only, with spaces or beyond ASCII are different names")
