@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import machine
 import report
+from workloads import Workload
 
 MISSED, FAILED = 1, 2
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -107,6 +108,47 @@ def installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # not even the package that would hold it
         return False
+
+
+def measure_each(
+    args: argparse.Namespace,
+    script: Path,
+    chosen: Sequence[Workload],
+    show: Callable[[Workload, Any], dict[str, Any]],
+    *,
+    copies: int,
+    modules: Iterable[str],
+    settings: dict[str, Any],
+    parts: Sequence[dict[str, Any]] | None = None,
+) -> int:
+    """Measures each workload in a child process and shows what it found; the exit status.
+
+    Args:
+      copies: how many of the largest state have to fit on the disk.
+      modules: what has to be installed.
+      settings: for the child, and for the JSON file.
+      parts: a child for each of these, whose settings are added; their results make a list.
+    """
+    directory = directory_of(args)
+    needed = copies * max(workload.nbytes for workload in chosen)
+    problem = why_not(directory, needed, modules)
+    if problem:
+        print(problem, file=sys.stderr)
+        return FAILED
+    facts = begin(args, directory)
+    results = []
+    for workload in chosen:
+        found = []
+        for part in parts or [{}]:
+            task = {**settings, **part, "workload": workload.name}
+            records = run_child(script, workload.devices, task, directory)
+            if records is None:
+                what = ", ".join([workload.name, *map(str, part.values())])
+                print(f"{what}: the measuring process failed, see above.", file=sys.stderr)
+                return FAILED
+            found.append(records)
+        results.append(show(workload, found if parts else found[0]))
+    return finish(args, facts, settings, results)
 
 
 def run_child(script: Path, devices: int, task: dict[str, Any], directory: Path) -> Any | None:

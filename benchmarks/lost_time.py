@@ -33,7 +33,7 @@ from pathlib import Path
 
 import command
 import report
-from command import FAILED, name_of, progress
+from command import name_of, progress
 from measure import Clock, settle
 from report import Check, Target
 from systems import MODES_AND_ORBAX, System, by_mode
@@ -83,26 +83,15 @@ CONTINUOUS_RATIOS = ("per_save", "lost", "cpu")
 
 def main() -> int:
     args = parse_args()
-    directory = command.directory_of(args)
-    chosen = [catalogue(args.smoke)[name] for name in args.workloads]
-    needed = ((KEEP + 1) * len(args.systems) + 1) * max(workload.nbytes for workload in chosen)
-    needs = [MODES_AND_ORBAX[name_of(label)].needs for label in args.systems]
-    problem = command.why_not(directory, needed, needs)
-    if problem:
-        print(problem, file=sys.stderr)
-        return FAILED
-
-    facts = command.begin(args, directory)
-    settings = {name: getattr(args, name) for name in SETTINGS}
-    results = []
-    for workload in chosen:
-        task = {**settings, "workload": workload.name}
-        records = command.run_child(Path(__file__), workload.devices, task, directory)
-        if records is None:
-            print(f"{workload.name}: the measuring process failed, see above.", file=sys.stderr)
-            return FAILED
-        results.append(show(workload, args, records))
-    return command.finish(args, facts, settings, results)
+    return command.measure_each(
+        args,
+        Path(__file__),
+        [catalogue(args.smoke)[name] for name in args.workloads],
+        lambda workload, records: show(workload, args, records),
+        copies=(KEEP + 1) * len(args.systems) + 1,
+        modules=[MODES_AND_ORBAX[name_of(label)].needs for label in args.systems],
+        settings={name: getattr(args, name) for name in SETTINGS},
+    )
 
 
 def parse_args() -> argparse.Namespace:

@@ -22,7 +22,7 @@ from typing import Any
 
 import command
 import report
-from command import FAILED, name_of, progress
+from command import name_of, progress
 from report import Check
 from systems import MODES_AND_ORBAX, Ckptmgr, System, by_mode
 from training import Training
@@ -40,29 +40,16 @@ GROWTH_AT_MOST = 1.05
 
 def main() -> int:
     args = parse_args()
-    directory = command.directory_of(args)
-    chosen = [catalogue(args.smoke, ROWS_OF_DENSE)[name] for name in args.workloads]
-    needed = (KEEP + 2) * max(workload.nbytes for workload in chosen)
-    needs = {MODES_AND_ORBAX[mode_of(label)].needs for label in args.systems}
-    problem = command.why_not(directory, needed, needs)
-    if problem:
-        print(problem, file=sys.stderr)
-        return FAILED
-
-    facts = command.begin(args, directory)
-    settings = {"smoke": args.smoke, "marks": args.marks, "limit_seconds": args.limit_seconds}
-    results = []
-    for workload in chosen:
-        records = []
-        for label in args.systems:
-            task = {**settings, "workload": workload.name, "system": label}
-            record = command.run_child(Path(__file__), workload.devices, task, directory)
-            if record is None:
-                print(f"{workload.name}, {label}: its process failed, see above.", file=sys.stderr)
-                return FAILED
-            records.append(record)
-        results.append(show(workload, records))
-    return command.finish(args, facts, settings, results)
+    return command.measure_each(
+        args,
+        Path(__file__),
+        [catalogue(args.smoke, ROWS_OF_DENSE)[name] for name in args.workloads],
+        show,
+        copies=KEEP + 2,
+        modules={MODES_AND_ORBAX[mode_of(label)].needs for label in args.systems},
+        settings={"smoke": args.smoke, "marks": args.marks, "limit_seconds": args.limit_seconds},
+        parts=[{"system": label} for label in args.systems],
+    )
 
 
 def parse_args() -> argparse.Namespace:

@@ -11,34 +11,26 @@ from pathlib import Path
 
 import command
 import report
-from command import FAILED
 from systems import SYSTEMS
 from workloads import Workload, catalogue
 
 
 def main() -> int:
     args = parse_args()
-    directory = command.directory_of(args)
-    chosen = [catalogue(args.smoke)[name] for name in args.workloads]
-    needed = 2 * max(workload.nbytes for workload in chosen)
-    needs = [SYSTEMS[command.name_of(label)].needs for label in args.systems]
-    problem = command.why_not(directory, needed, needs)
-    if problem:
-        print(problem, file=sys.stderr)
-        return FAILED
-
-    facts = command.begin(args, directory)
-    settings = {"smoke": args.smoke, "reps": args.reps, "cache": args.cache}
-    results = []
-    for workload in chosen:
-        task = {**settings, "workload": workload.name, "systems": args.systems}
-        script = Path(__file__).with_name("measure.py")
-        records = command.run_child(script, workload.devices, task, directory)
-        if records is None:
-            print(f"{workload.name}: the measuring process failed, see above.", file=sys.stderr)
-            return FAILED
-        results.append(show(workload, args, records))
-    return command.finish(args, facts, settings, results)
+    return command.measure_each(
+        args,
+        Path(__file__).with_name("measure.py"),
+        [catalogue(args.smoke)[name] for name in args.workloads],
+        lambda workload, records: show(workload, args, records),
+        copies=2,
+        modules=[SYSTEMS[command.name_of(label)].needs for label in args.systems],
+        settings={
+            "smoke": args.smoke,
+            "reps": args.reps,
+            "cache": args.cache,
+            "systems": args.systems,
+        },
+    )
 
 
 def parse_args() -> argparse.Namespace:

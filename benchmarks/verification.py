@@ -17,7 +17,7 @@ from typing import Any
 
 import command
 import report
-from command import FAILED, name_of, progress
+from command import name_of, progress
 from measure import Clock, settle
 from report import Check
 from systems import Ckptmgr
@@ -40,24 +40,15 @@ RATIO_MEASURES = ("save", "cpu_save", "restore", "cpu_restore")
 
 def main() -> int:
     args = parse_args()
-    directory = command.directory_of(args)
-    chosen = [catalogue(args.smoke)[name] for name in args.workloads]
-    needed = 2 * max(workload.nbytes for workload in chosen)
-    problem = command.why_not(directory, needed, [Ckptmgr.needs])
-    if problem:
-        print(problem, file=sys.stderr)
-        return FAILED
-    facts = command.begin(args, directory)
-    settings = {"smoke": args.smoke, "systems": args.systems, "reps": args.reps}
-    results = []
-    for workload in chosen:
-        task = {**settings, "workload": workload.name}
-        records = command.run_child(Path(__file__), workload.devices, task, directory)
-        if records is None:
-            print(f"{workload.name}: the measuring process failed, see above.", file=sys.stderr)
-            return FAILED
-        results.append(show(workload, args, records))
-    return command.finish(args, facts, settings, results)
+    return command.measure_each(
+        args,
+        Path(__file__),
+        [catalogue(args.smoke)[name] for name in args.workloads],
+        lambda workload, records: show(workload, args, records),
+        copies=2,
+        modules=[Ckptmgr.needs],
+        settings={"smoke": args.smoke, "systems": args.systems, "reps": args.reps},
+    )
 
 
 def parse_args() -> argparse.Namespace:
