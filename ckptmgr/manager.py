@@ -89,7 +89,7 @@ class CheckpointManager:
             self._store.check_usable(create=True)
             recovery = Recovery(self._store, self._clock)
             recovery.recover()
-            self._sweep_in_background(recovery)
+            recovery.sweep_in_background()
             self._saves.open()
 
     @property
@@ -435,17 +435,3 @@ class CheckpointManager:
     def _refuse_in_hook(self, what: str) -> None:
         if self._in_hook():
             raise NotAllowedHere(f"{what} is not allowed in a hook of the save it would wait for")
-
-    def _sweep_in_background(self, recovery: Recovery) -> None:
-        """Leftovers of dead processes go while the caller gets on."""
-        found = recovery.leftovers()
-        if not found:
-            return
-
-        def sweep() -> None:
-            try:
-                recovery.sweep(found)
-            except Exception as exc:
-                logger.warning("leftovers in %s remain: %s", self._store.root, exc)
-
-        threading.Thread(target=sweep, name="ckptmgr-sweep", daemon=True).start()

@@ -23,11 +23,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ckptmgr.core import layout, orbax_format
 from ckptmgr.core.manifest import FormatError, Manifest
 from ckptmgr.engine import owners
+from ckptmgr.engine.records import Records
 from ckptmgr.engine.recovery import remove_attempt, remove_if_possible
 from ckptmgr.engine.store import Store
 from ckptmgr.errors import Problem, StepExists, StoreError
@@ -78,6 +78,7 @@ class Catalog:
 
     def __init__(self, store: Store, clock: Clock, new_attempt: Callable[[], str]) -> None:
         self.store = store
+        self._records = Records(store)
         self._clock = clock
         self._new_attempt = new_attempt
 
@@ -131,26 +132,24 @@ class Catalog:
         if manifest.step != step:
             why = f"it is the manifest of step {manifest.step}; rename the directory to that number"
             return Entry(step, problem=Problem(layout.MANIFEST, why))
-        record = layout.damaged_name(step)
-        if self._record(record).get("attempt") == manifest.attempt:
+        if self._records.damaged(step) == manifest.attempt:
+            record = layout.damaged_name(step)
             why = f"found damaged by an earlier restore, see {self.store.path(record)}"
             return Entry(step, problem=Problem(record, why))
-        suspect = self._doubt(step, manifest.attempt)
-        proof = self._record(layout.verified_name(step), "time")
-        verified = proof.get("attempt") == manifest.attempt
-        return Entry(step, manifest, suspect=suspect, verified=verified)
+        return Entry(
+            step,
+            manifest,
+            suspect=self._records.doubt(step, manifest.attempt),
+            verified=self._records.verified(step, manifest.attempt),
+        )
 
     def mark_damaged(self, entry: Entry, reason: str) -> None:
         """Puts a step of ours aside: it is no longer listed, counted or in the way of a save.
 
         Nothing of it is changed; removing the record takes that back.
         """
-        if entry.manifest is None:
-            return
-        self._put_record(
-            layout.damaged_name(entry.step), attempt=entry.manifest.attempt, reason=reason
-        )
-        self._retract_verified(entry.step)
+        if entry.manifest is not None:
+            self._records.put_damaged(entry.step, entry.manifest.attempt, reason)
 
     def mark_suspects(self, reason: str) -> tuple[int, ...]:
         """Marks the staged saves since the last heartbeat; returns their steps.
@@ -158,8 +157,7 @@ class Catalog:
         A clock may have gone back, and steps too: what is later by either counts. On an
         accelerator every save but a heartbeat is staged.
         """
-        entries = [entry for entry in self.committed() if entry.manifest is not None]
-        manifests = [entry.manifest for entry in entries if entry.manifest is not None]
+        manifests = [entry.manifest for entry in self.committed() if entry.manifest is not None]
         beats = [m for m in manifests if m.kind == "heartbeat"]
         last = max(beats, key=lambda m: m.created, default=None)
         found = [
@@ -172,9 +170,8 @@ class Catalog:
         ]
         marked = []
         for document in found:
-            name = layout.suspect_name(document.step)
             try:
-                self._put_record(name, attempt=document.attempt, reason=reason)
+                self._records.put_doubt(document.step, document.attempt, reason)
             except StoreError as exc:
                 logger.warning("step %d: its doubt is not on record: %s", document.step, exc)
             else:
@@ -189,46 +186,11 @@ class Catalog:
         """
         try:
             if attempt and not problems:
-                name = layout.verified_name(step)
-                self._put_record(name, attempt=attempt, time=self._clock.time())
+                self._records.put_verified(step, attempt, self._clock.time())
             elif not all(problem.transient for problem in problems):
-                self._retract_verified(step)
+                self._records.retract_verified(step)
         except StoreError as exc:
             logger.warning("step %d: its verification is not on record: %s", step, exc)
-
-    def _retract_verified(self, step: int) -> None:
-        if self.store.exists(layout.verified_name(step)):
-            self.store.remove_file(layout.verified_name(step))
-
-    def _put_record(self, name: str, **fields: Any) -> None:
-        self.store.keep_dir(os.path.dirname(name))
-        self.store.remove_tree(name)
-        self.store.put_file(name, json.dumps(fields).encode())
-        self.store.sync_path(name)
-        self.store.sync_path(os.path.dirname(name))
-
-    def _record(self, name: str, needed: str = "reason") -> dict[str, Any]:
-        """A record about a step, empty where there is none that can be read."""
-        text = self._read_or_none(name)
-        try:
-            found = json.loads(text) if text else {}
-        except (ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) and needed in found else {}
-
-    def _doubt(self, step: int, attempt: str) -> str:
-        """Why a step is suspect, or ""; a record that cannot be read is no reason to trust it."""
-        name = layout.suspect_name(step)
-        record = self._record(name)
-        if record:
-            return str(record["reason"]) if record.get("attempt") == attempt else ""
-        if not self.store.exists(name):
-            return ""
-        return f"the record {self.store.path(name)} cannot be read; remove it if the step is good"
-
-    def _record_of(self, step: int) -> str:
-        """The attempt that is on record as damaged for a step, or ""."""
-        return str(self._record(layout.damaged_name(step)).get("attempt", ""))
 
     def _without_manifest(self, step: int) -> Entry | None:
         """Orbax's, ours but damaged, or no step at all."""
@@ -314,8 +276,7 @@ class Catalog:
                 owners.LIVE.discard(attempt.id)  # its intent lets the next start remove it
             else:
                 self._end(attempt)
-            if self.store.exists(layout.suspect_name(attempt.step)):  # of the step before
-                self.store.remove_tree(layout.suspect_name(attempt.step))
+            self._records.retract_doubt(attempt.step)  # of the step before
         except StoreError as exc:
             raise StoreError(
                 f"step {attempt.step} is in place, but may not survive a crash of the machine: "
@@ -365,7 +326,7 @@ class Catalog:
             if isinstance(exc.__cause__, FileNotFoundError):
                 return
             raise
-        known = self._record_of(attempt.step)
+        known = self._records.damaged(attempt.step)
         if self.store.is_own_dir(aside) and self._is_whole_step(aside, attempt.step, known):
             self.store.rename(aside, final)  # another writer just put it there
             return
@@ -439,7 +400,7 @@ class Catalog:
                 return False  # somebody else deleted it meanwhile
             raise
         self.store.remove_file(layout.suspect_name(step))
-        self._retract_verified(step)
+        self._records.retract_verified(step)
         return True
 
     def _discard(self, name: str, step: int, unique: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,20 @@ class Recovery:
             tuple(self._store.names(layout.trash_dir())),
             tuple(name for name in self._store.names() if layout.parse_tmp(name)),
         )
+
+    def sweep_in_background(self) -> None:
+        """Leftovers of dead processes go while the caller gets on."""
+        found = self.leftovers()
+        if not found:
+            return
+
+        def sweep() -> None:
+            try:
+                self.sweep(found)
+            except Exception as exc:
+                logger.warning("leftovers in %s remain: %s", self._store.root, exc)
+
+        threading.Thread(target=sweep, name="ckptmgr-sweep", daemon=True).start()
 
     def sweep(self, found: Leftovers) -> None:
         """Removes what of `found` is provably nobody's: attempts whose process is gone, and trash.

@@ -1,0 +1,73 @@
+"""What is on record about a step besides the step itself: damaged, suspect, verified.
+
+Each is a small file below `_ckptmgr/` that names the attempt it is about; another attempt in the
+step's place makes it void. Records are synced, for what they say was told to somebody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from ckptmgr.core import layout
+from ckptmgr.engine.store import Store
+from ckptmgr.errors import StoreError
+
+
+class Records:
+    """The records below one root."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def damaged(self, step: int) -> str:
+        """The attempt that is on record as damaged, or ""."""
+        return str(self._read(layout.damaged_name(step), "reason").get("attempt", ""))
+
+    def put_damaged(self, step: int, attempt: str, reason: str) -> None:
+        self._put(layout.damaged_name(step), attempt=attempt, reason=reason)
+        self.retract_verified(step)
+
+    def doubt(self, step: int, attempt: str) -> str:
+        """Why a step is suspect, or ""; a record that cannot be read is no reason to trust it."""
+        name = layout.suspect_name(step)
+        record = self._read(name, "reason")
+        if record:
+            return str(record["reason"]) if record.get("attempt") == attempt else ""
+        if not self._store.exists(name):
+            return ""
+        return f"the record {self._store.path(name)} cannot be read; remove it if the step is good"
+
+    def put_doubt(self, step: int, attempt: str, reason: str) -> None:
+        self._put(layout.suspect_name(step), attempt=attempt, reason=reason)
+
+    def retract_doubt(self, step: int) -> None:
+        if self._store.exists(layout.suspect_name(step)):
+            self._store.remove_tree(layout.suspect_name(step))
+
+    def verified(self, step: int, attempt: str) -> bool:
+        """Whether a full verification of this very attempt is on record."""
+        return self._read(layout.verified_name(step), "time").get("attempt") == attempt
+
+    def put_verified(self, step: int, attempt: str, time: float) -> None:
+        self._put(layout.verified_name(step), attempt=attempt, time=time)
+
+    def retract_verified(self, step: int) -> None:
+        if self._store.exists(layout.verified_name(step)):
+            self._store.remove_file(layout.verified_name(step))
+
+    def _put(self, name: str, **fields: Any) -> None:
+        self._store.keep_dir(os.path.dirname(name))
+        self._store.remove_tree(name)
+        self._store.put_file(name, json.dumps(fields).encode())
+        self._store.sync_path(name)
+        self._store.sync_path(os.path.dirname(name))
+
+    def _read(self, name: str, needed: str) -> dict[str, Any]:
+        """A record, empty where there is none that can be read."""
+        try:
+            found = json.loads(self._store.read_file(name))
+        except (StoreError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) and needed in found else {}
