@@ -1,7 +1,7 @@
 """ckptmgr: checkpoints for JAX training that do not stall it and can prove what they saved."""
 
 from ckptmgr.checking import verify
-from ckptmgr.core.info import Items, Restored, Skipped, StepInfo
+from ckptmgr.core.info import Items, PerProcess, Restored, Skipped, StepInfo
 from ckptmgr.core.plan import RestorePlan
 from ckptmgr.core.retention import KeepAll, KeepLast
 from ckptmgr.engine.verify import Verdict
@@ -56,6 +56,7 @@ __all__ = [
     "NotAllowedHere",
     "Options",
     "PeerFailed",
+    "PerProcess",
     "Problem",
     "ReadOnly",
     "Restore",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 from ckptmgr import checking, reading
 from ckptmgr.core import layout
-from ckptmgr.core.info import Restored, Skipped, StepInfo
+from ckptmgr.core.info import Restored, StepInfo
 from ckptmgr.engine import coord, pipeline
 from ckptmgr.engine.catalog import Catalog, Entry
 from ckptmgr.engine.foreign import foreign_info
@@ -22,17 +23,16 @@ from ckptmgr.engine.steps import info_of
 from ckptmgr.engine.store import Store, local_path
 from ckptmgr.engine.worker import SaveHandle
 from ckptmgr.errors import (
-    CorruptCheckpoint,
     InvalidOption,
     ManagerClosed,
     NotAllowedHere,
     Problem,
     ReadOnly,
     StepNotFound,
-    StoreError,
 )
 from ckptmgr.events import Clock, Emitter, Sink
 from ckptmgr.options import Options
+from ckptmgr.restoring import Restores, found
 from ckptmgr.saving import Saves
 from ckptmgr.sinks import log_sink
 
@@ -78,19 +78,33 @@ class CheckpointManager:
         )
         copies = stager or Stager(self._options.snapshot)
         self._emitter = Emitter([log_sink, *events], self._clock, lambda: copies.held)
-        tools = pipeline.Tools(
-            self._catalog, coordinator or coord.of_this_job(), self._emitter, self._options
-        )
+        self._coordinator = coordinator or coord.of_this_job(root, self._options.coordination.alone)
+        tools = pipeline.Tools(self._catalog, self._coordinator, self._emitter, self._options)
         self._saves = Saves(tools, copies)
+        self._restores = Restores(tools)
         self._lock = threading.RLock()
         self._closed = False
+        self._calls = 0
         self._pid = os.getpid()
         if not self._options.read_only:
+            self._start()
+
+    def _start(self) -> None:
+        """Process 0 makes the directory and looks after what a crash has left."""
+
+        def recover() -> bytes:
             self._store.check_usable(create=True)
             recovery = Recovery(self._store, self._clock)
             recovery.recover()
             recovery.sweep_in_background()
-            self._saves.open()
+            return b"" if alone else str(self._saves.count_since_heartbeat()).encode()
+
+        alone = self._coordinator.world == 1
+        deadline = self._options.coordination.deadline_seconds
+        with coord.unwrapped():
+            count = self._coordinator.lead("start", recover, deadline)
+        self._store.check_usable(create=True)
+        self._saves.open(None if alone else int(count))
 
     @property
     def directory(self) -> str:
@@ -145,8 +159,8 @@ class CheckpointManager:
         with self._emitter.call(number) as call, self._open_for("save"):
             if self._options.read_only:
                 raise ReadOnly("a read-only manager does not save")
-            self._saves.raise_failures()
             if not (force or self._saves.is_due(number)):
+                self._saves.raise_failures()
                 return SaveHandle(number, False, f"step {number} is not in the schedule")
             return self._saves.save(call, number, state, metrics, extra, overwrite, sync)
 
@@ -211,7 +225,7 @@ class CheckpointManager:
         """All about one step, without reading array data. Raises StepNotFound or
         CorruptCheckpoint."""
         number = reading.step_number(step)
-        return reading.open_entry(self._store.root, self._found(number)).info
+        return reading.open_entry(self._store.root, found(self._catalog, number)).info
 
     def _committed(self) -> Iterator[Entry]:
         return self._catalog.committed()
@@ -220,16 +234,6 @@ class CheckpointManager:
         if entry.manifest is not None:
             return info_of(entry.manifest, entry.suspect, entry.verified)
         return foreign_info(entry.step, self._store.path(layout.step_name(entry.step)))
-
-    def _found(self, step: int) -> Entry:
-        entry = self._catalog.entry(step)
-        if entry is None:
-            raise StepNotFound(
-                f"there is no step {step} in {self._store.root}; latest: {self.latest_step()}", step
-            )
-        if entry.problem is not None:
-            raise CorruptCheckpoint(step, [entry.problem])
-        return entry
 
     # -- restoring --------------------------------------------------------------------------
 
@@ -256,94 +260,21 @@ class CheckpointManager:
           TreeMismatch: every leaf that does not fit.
           CorruptCheckpoint: what of the step is damaged.
         """
+        number = None if step is None else reading.step_number(step)
         with self._open_for("restore"):
-            if step is None:
-                while True:
-                    newest = self._newest()
-                    try:
-                        return self._restore(newest, like, item, cast, partial)
-                    except StepNotFound:
-                        if self._catalog.entry(newest.step) is not None:
-                            raise  # else it was deleted while it was read
-            else:
-                number = reading.step_number(step)
+            if number is not None:
                 self._saves.wait_settled(number)
-                found = self._found(number)
-            return self._restore(found, like, item, cast, partial)
-
-    def _newest(self) -> Entry:
-        entry = reading.newest(self._catalog)
-        if entry is None:
-            raise StepNotFound(f"there is no committed step in {self._store.root}")
-        return entry
-
-    def _restore(self, entry: Entry, like: Any, item: str | None, cast: bool, partial: bool) -> Any:
-        with self._emitter.span("restore", entry.step) as span:
-            while True:
-                try:
-                    opened = reading.open_entry(self._store.root, entry)
-                    if item is None and not partial:
-                        span.note(nbytes=opened.info.nbytes or 0)
-                    return reading.restore_step(
-                        opened,
-                        like,
-                        item=item,
-                        cast=cast,
-                        partial=partial,
-                        options=self._options,
-                    )
-                except (CorruptCheckpoint, StoreError) as exc:
-                    again = self._catalog.entry(entry.step)
-                    if again is None:
-                        raise StepNotFound(
-                            f"step {entry.step} was deleted while it was read", entry.step
-                        ) from exc
-                    if again.problem is not None or again == entry:
-                        raise
-                    entry = again  # replaced by another writer while it was read
+            return self._restores.restore(number, like, item, cast, partial)
 
     def restore_latest(self, like: Any) -> Restored | None:
-        """The newest step that can be read and verified.
+        """The newest step that can be read and verified, in a job by every process.
 
         Returns None only where there is no step at all. `skipped` names newer steps that were
         passed over as damaged. Raises CorruptCheckpoint when all are damaged, TreeMismatch when
         the newest good one does not fit `like`.
         """
         with self._open_for("restore_latest", drain=True):
-            skipped: list[Skipped] = []
-            problems: list[Problem] = []
-            for entry in self._catalog.entries():
-                try:
-                    if entry.problem is not None:
-                        raise CorruptCheckpoint(entry.step, [entry.problem])
-                    if entry.suspect:
-                        doubt = Problem("", reading.why_suspect(entry), transient=True)
-                        raise CorruptCheckpoint(entry.step, [doubt])
-                    state = self._restore(entry, like, None, False, False)
-                except StepNotFound:
-                    if self._catalog.entry(entry.step) is not None:
-                        raise
-                    return self.restore_latest(like)  # deleted while it was read; look again
-                except CorruptCheckpoint as exc:
-                    skipped.append(Skipped(entry.step, str(exc)))
-                    problems += exc.problems
-                    logger.warning("passed over: %s", exc)
-                    self._put_aside(entry, exc)
-                    continue
-                return Restored(entry.step, state, tuple(skipped))
-            if skipped and not all(reading.is_no_step(entry) for entry in self._catalog.entries()):
-                raise CorruptCheckpoint(skipped[0].step, problems)
-            return None
-
-    def _put_aside(self, entry: Entry, error: CorruptCheckpoint) -> None:
-        """Records a step as damaged, so that it does not stand in the way of saving it again."""
-        transient = any(problem.transient for problem in error.problems)
-        if self._options.read_only or transient:
-            return
-        try:
-            self._catalog.mark_damaged(entry, str(error))
-        except StoreError as exc:
-            logger.warning("step %d: its damage is not on record: %s", entry.step, exc)
+            return self._restores.restore_latest(like)
 
     def verify(
         self,
@@ -373,30 +304,56 @@ class CheckpointManager:
     # -- deleting ---------------------------------------------------------------------------
 
     def delete(self, step: Any) -> None:
-        """Deletes a step, after the saves in flight. Raises StepNotFound."""
+        """Deletes a step, after the saves in flight; in a job all processes call it. Raises
+        StepNotFound."""
         number = reading.step_number(step)
         with self._open_for("delete", drain=True):
             self._must_write("delete")
-            entry = self._catalog.entry(number)
-            real = entry is not None and not reading.is_no_step(entry)
-            if real and not self._store.is_own_dir(layout.step_name(number)):
-                raise StepNotFound(f"step {number} is a link, which is not ours to delete", number)
-            if not real or not self._catalog.forget(number):
-                raise StepNotFound(f"there is no step {number} in {self._store.root}", number)
+            self._once("delete", f"deletes step {number}", lambda: self._delete(number))
+
+    def _delete(self, number: int) -> list[int]:
+        entry = self._catalog.entry(number)
+        real = entry is not None and not reading.is_no_step(entry)
+        if real and not self._store.is_own_dir(layout.step_name(number)):
+            raise StepNotFound(f"step {number} is a link, which is not ours to delete", number)
+        if not real or not self._catalog.forget(number):
+            raise StepNotFound(f"there is no step {number} in {self._store.root}", number)
+        return [number]
 
     def truncate_after(self, step: Any) -> tuple[int, ...]:
-        """Deletes every step above `step`, newest first; returns them. To roll back."""
+        """Deletes every step above `step`, newest first; returns them. To roll back; in a job all
+        processes call it."""
         number = reading.step_number(step)
         with self._open_for("truncate_after", drain=True):
             self._must_write("truncate_after")
-            entries = [e for e in self._catalog.entries() if not reading.is_no_step(e)]
-            if entries and not any(e.step <= number and e.problem is None for e in entries):
-                raise InvalidOption(
-                    f"no good step at or below {number} would remain; the steps are "
-                    f"{sorted(e.step for e in entries)}"
-                )
-            gone = [entry.step for entry in entries if entry.step > number]
-            return tuple(found for found in gone if self._catalog.forget(found))
+            what = f"deletes the steps above {number}"
+            return tuple(self._once("truncate", what, lambda: self._truncate(number)))
+
+    def _truncate(self, number: int) -> list[int]:
+        entries = [e for e in self._catalog.entries() if not reading.is_no_step(e)]
+        if entries and not any(e.step <= number and e.problem is None for e in entries):
+            raise InvalidOption(
+                f"no good step at or below {number} would remain; the steps are "
+                f"{sorted(e.step for e in entries)}"
+            )
+        gone = [entry.step for entry in entries if entry.step > number]
+        return [found for found in gone if self._catalog.forget(found)]
+
+    def _once(self, name: str, what: str, work: Callable[[], list[int]]) -> list[int]:
+        """What `work` returns, done by process 0 when all processes ask for the same."""
+
+        def answer(payloads: Sequence[bytes]) -> bytes:
+            wrong = coord.odd_ones(phase, [payload.decode() for payload in payloads])
+            if wrong is not None:
+                raise wrong
+            return json.dumps(work()).encode()
+
+        self._calls += 1
+        phase = f"{name}.{self._calls}"
+        deadline = self._options.coordination.deadline_seconds
+        with coord.unwrapped():
+            found = self._coordinator.exchange(phase, what.encode(), deadline, answer)
+        return list(json.loads(found))
 
     def _must_write(self, what: str) -> None:
         if self._options.read_only:

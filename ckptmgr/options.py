@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,6 +23,11 @@ def _positive_int(name: str, value: Any, *, optional: bool = False) -> None:
         raise InvalidOption(f"{name} must be a whole number of at least 1{extra}, got {value!r}")
 
 
+def _positive_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise InvalidOption(f"{name} must be positive, got {value!r}")
+
+
 def _collection(name: str, value: Any) -> Collection[Any]:
     if isinstance(value, str) or not isinstance(value, Collection):
         raise InvalidOption(f"{name} must be a tuple or another collection, got {value!r}")
@@ -39,19 +45,27 @@ class Schedule:
     """Which steps `should_save` accepts; `save(force=True)` passes it by.
 
     Attributes:
-      every_steps: steps that are a multiple of this number; None: no step by this rule.
+      every_steps: steps that are a multiple of this number; None: no step by this rule. Where it
+        is not given: every step, or none with `every_seconds`.
       at_steps: further steps, by number.
+      every_seconds: besides, the first step that is asked for so long after the last save was
+        accepted, or after the manager was made; process 0's clock decides for all processes.
       on_preemption: watch for SIGTERM, and for JAX's preemption notice where its coordination
         service runs; the next step is then saved whatever the rules above say, synchronously and
         as `kind: preemption`. See `CheckpointManager.preempted`.
     """
 
-    every_steps: int | None = 1
+    every_steps: int | Literal["not given"] | None = "not given"
     at_steps: Collection[int] = ()
     on_preemption: bool = False
+    every_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        if self.every_steps == "not given":
+            object.__setattr__(self, "every_steps", None if self.every_seconds else 1)
         _positive_int("Schedule.every_steps", self.every_steps, optional=True)
+        if self.every_seconds is not None:
+            _positive_number("Schedule.every_seconds", self.every_seconds)
         steps = _collection("Schedule.at_steps", self.at_steps)
         if any(isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 0 for s in steps):
             raise InvalidOption(f"Schedule.at_steps must hold step numbers, got {self.at_steps!r}")
@@ -199,21 +213,20 @@ class Integrity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordination:
-    """How long to wait for others.
+    """Working with the other processes of a job.
 
     Attributes:
       deadline_seconds: bound of every wait for another process, and of the wait for a save in
         flight when the interpreter exits.
+      alone: this manager belongs to this process by itself and agrees on nothing with others, as
+        that of an evaluator in one process of a job does; it saves no array of several processes.
     """
 
     deadline_seconds: float = 600.0
+    alone: bool = False
 
     def __post_init__(self) -> None:
-        number = isinstance(self.deadline_seconds, (int, float))
-        if not number or not self.deadline_seconds > 0:
-            raise InvalidOption(
-                f"Coordination.deadline_seconds must be positive, got {self.deadline_seconds!r}"
-            )
+        _positive_number("Coordination.deadline_seconds", self.deadline_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,10 +238,14 @@ class Restore:
         holds besides the target; a single chunk larger than this is read alone.
       sharding: used for target leaves without a sharding: a `jax.sharding.Sharding`, or a
         function of (dotted leaf name, shape, dtype) that returns one. None: the default device.
+      broadcast_replicas: in a job of several processes, what several of them want is read once, a
+        part by each, and the devices pass it on to each other. `plan_restore` says of which leaves
+        that is so and why not of others. Without it every process reads what its devices need.
     """
 
     host_bytes: int = 512 * 2**20
     sharding: Any | Callable[[str, tuple[int, ...], Any], Any] | None = None
+    broadcast_replicas: bool = False
 
     def __post_init__(self) -> None:
         _positive_int("Restore.host_bytes", self.host_bytes)

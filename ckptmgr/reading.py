@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from ckptmgr.core import layout
-from ckptmgr.core.info import Items, StepInfo, is_stateful
+from ckptmgr.core.info import Items, PerProcess, StepInfo, is_stateful
 from ckptmgr.core.manifest import StoredLeaf
 from ckptmgr.core.plan import RestorePlan
 from ckptmgr.engine import foreign, goals
@@ -31,7 +31,7 @@ from ckptmgr.errors import (
     TreeMismatch,
 )
 from ckptmgr.events import Clock
-from ckptmgr.options import Options
+from ckptmgr.options import Options, Restore
 
 logger = logging.getLogger("ckptmgr")
 
@@ -193,10 +193,15 @@ def restore_step(
     partial: bool,
     options: Options,
     mesh: jax.sharding.Mesh | None = None,
+    ready: Callable[[], None] | None = None,
 ) -> Any:
-    """The state of an open step: the tree of a single state, else `Items`."""
+    """The state of an open step: the tree of a single state, else `Items`.
+
+    `ready` returns when all processes of the job have read an item; None: this one is by itself.
+    """
+    how = _How(cast, partial, options, mesh, ready)
     if item is not None:
-        return _restore_item(step, _item(step, item), like, cast, partial, options, mesh)
+        return _restore_item(step, _item(step, item), like, how)
     if isinstance(like, Items):
         missing = sorted(set(like) - set(step.items))
         extra = [] if partial else sorted(set(step.items) - set(like))
@@ -208,13 +213,13 @@ def restore_step(
                 [f"item {name}" for name in extra],
             )
         found = {
-            name: _restore_item(step, step.items[name], target, cast, partial, options, mesh)
+            name: _restore_item(step, step.items[name], target, how)
             for name, target in sorted(like.items(), key=lambda item: is_stateful(item[1]))
         }  # iterators are set last, when nothing can fail any more
         return Items({name: found[name] for name in like})
     if step.is_single:
         only = step.items[layout.DEFAULT_ITEM]
-        return _restore_item(step, only, like, cast, partial, options, mesh)
+        return _restore_item(step, only, like, how)
     if like is not None:
         raise InvalidOption(
             f"step {step.info.step} holds the items {sorted(step.items)}; "
@@ -231,10 +236,7 @@ def restore_step(
             ],
         )
     return Items(
-        {
-            name: _restore_item(step, found, None, cast, partial, options, mesh)
-            for name, found in step.items.items()
-        }
+        {name: _restore_item(step, found, None, how) for name, found in step.items.items()}
     )
 
 
@@ -247,42 +249,66 @@ def _item(step: OpenStep, name: str) -> OpenItem:
     return step.items[name]
 
 
-def _restore_item(
-    step: OpenStep,
-    item: OpenItem,
-    like: Any,
-    cast: bool,
-    partial: bool,
-    options: Options,
-    mesh: jax.sharding.Mesh | None,
-) -> Any:
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How items are restored; see `restore_step`."""
+
+    cast: bool
+    partial: bool
+    options: Options
+    mesh: jax.sharding.Mesh | None
+    ready: Callable[[], None] | None = None
+
+
+def _restore_item(step: OpenStep, item: OpenItem, like: Any, how: _How) -> Any:
     if item.unreadable:
         raise CorruptCheckpoint(step.info.step, [Problem(item.name, item.unreadable)])
     if item.tree is None:
         if is_stateful(like):
-            like.set_state(item.state)
+            like.set_state(_own_state(step, item))
             return like
-        return item.state
-    wanted = _goals(step, item, like, cast, partial, options, mesh)
-    verify = options.integrity.verify_on_restore
-    return engine_restore.read(item, wanted, options.restore, verify, step.info.step)
+        return item.states[jax.process_index()] if _is_own(item) else PerProcess(item.states)
+    options = how.options.restore
+    ready = how.ready
+    if ready is None:
+        options = replace(options, broadcast_replicas=False)
+    wanted = _goals(step, item, like, how, options)
+    verify = how.options.integrity.verify_on_restore
+    return engine_restore.read(
+        item,
+        wanted,
+        options,
+        verify,
+        step.info.step,
+        ready or (lambda: None),
+    )
 
 
-def _goals(
-    step: OpenStep,
-    item: OpenItem,
-    like: Any,
-    cast: bool,
-    partial: bool,
-    options: Options,
-    mesh: jax.sharding.Mesh | None,
-) -> Goals:
+def _is_own(item: OpenItem) -> bool:
+    """Whether as many processes saved the item as are here, each its own state."""
+    return len(item.states) == jax.process_count()
+
+
+def _own_state(step: OpenStep, item: OpenItem) -> Any:
+    """What this process saved. Raises InvalidOption where another number of processes did: whose
+    part of the data each would go on with, nobody here can know."""
+    if not _is_own(item):
+        raise InvalidOption(
+            f"step {step.info.step}, item {item.name!r}: its state was saved by "
+            f"{len(item.states)} processes, each for its own part, and this job has "
+            f"{jax.process_count()}; restore(item={item.name!r}) without a target gives all of "
+            "them to divide anew, and partial=True restores the rest without it"
+        )
+    return item.states[jax.process_index()]
+
+
+def _goals(step: OpenStep, item: OpenItem, like: Any, how: _How, options: Restore) -> Goals:
     number = step.info.step
     if like is None:
-        return goals.goals_without_target(item, mesh, number)
+        return goals.goals_without_target(item, how.mesh, number)
     where = f"step {number}" + ("" if step.is_single else f", item {item.name}")
     return goals.goals_for_target(
-        item, like, where, cast=cast, partial=partial, options=options.restore
+        item, like, where, cast=how.cast, partial=how.partial, options=options
     )
 
 
@@ -348,9 +374,9 @@ def plan_restore(
         found = _item(opened, name)
         if found.tree is not None:
             target = targets.get(name) if targets else like
-            wanted = _goals(opened, found, target, cast, partial, chosen, mesh)
-            verify = chosen.integrity.verify_on_restore
-            plans.append(engine_restore.make_plan(found, wanted, chosen.restore, verify))
+            how = _How(cast, partial, chosen, mesh)
+            wanted = _goals(opened, found, target, how, chosen.restore)
+            plans.append(engine_restore.make_plan(found, wanted, chosen.restore))
     return RestorePlan(
         tuple(unit for plan in plans for unit in plan.units),
         sum(plan.wanted_bytes for plan in plans),

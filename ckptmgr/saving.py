@@ -7,21 +7,40 @@ flight are bounded by `Snapshot.slots`; there is no queue.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptmgr.core import cadence, layout
 from ckptmgr.engine import pipeline, worker
+from ckptmgr.engine.coord import telling
 from ckptmgr.engine.preemption import PreemptionWatch
 from ckptmgr.engine.prepare import Preparer, SaveRequest
 from ckptmgr.engine.snapshot import Stager
 from ckptmgr.engine.worker import SaveHandle
-from ckptmgr.errors import StepExists
+from ckptmgr.errors import PeerFailed, StepExists
 from ckptmgr.events import Call, Event
 
 logger = logging.getLogger("ckptmgr")
+
+
+DECISIONS_KEPT = 1000
+"""Steps by which another process may be behind process 0 and still read what it has decided."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """What only one process can say of a step: whether a notice came, and whether it is time."""
+
+    step: int
+    noticed: bool
+    timed: bool
+
+    def to_json(self) -> bytes:
+        return json.dumps([self.step, self.noticed, self.timed]).encode()
 
 
 class Saves:
@@ -40,15 +59,24 @@ class Saves:
         rank = tools.coordinator.rank
         self._prepare = Preparer(tools.options.storage, stager, tools.emitter.clock, rank)
         self._in_flight: list[SaveHandle] = []
+        self._begun = 0
+        self._old: list[str] = []
         self._since_heartbeat: int | None = None
+        self._last_accepted = tools.emitter.clock.monotonic()
+        self._decided = 0
+        self._decision: _Decision | None = None
         self._watch = PreemptionWatch() if tools.options.schedule.on_preemption else None
         self._noticed = self._preemption_saved = False
         self.skipped = 0
 
     # -- when -------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Begins to watch for preemption. Raises InvalidOption where that is not possible."""
+    def open(self, since_heartbeat: int | None = None) -> None:
+        """Begins to watch for preemption. Raises InvalidOption where that is not possible.
+
+        `since_heartbeat` is what process 0 counts, None where each may count for itself.
+        """
+        self._since_heartbeat = since_heartbeat
         if self._watch is not None:
             self._watch.start()
 
@@ -62,18 +90,44 @@ class Saves:
         """Whether the schedule, or a notice of preemption, wants `step`."""
         self._poll(step)
         schedule = self._options.schedule
+        assert not isinstance(schedule.every_steps, str)
         due = cadence.due(step, schedule.every_steps, schedule.at_steps)
-        return due or (self._noticed and not self._preemption_saved)
+        timed = self._decision is not None and self._decision.timed
+        return due or timed or (self._noticed and not self._preemption_saved)
 
     @property
     def preempted(self) -> bool:
         return self._noticed
 
     def _poll(self, step: int) -> None:
-        if self._watch is not None and not self._noticed:
-            self._noticed = self._watch.noticed(step)
-            if self._noticed:
-                logger.warning("step %d: a notice of preemption has come", step)
+        """What depends on a clock or a signal; in a job process 0 decides, once a step."""
+        noticed = self._watch is not None and self._watch.noticed(step)
+        seconds = self._options.schedule.every_seconds
+        timed = seconds is not None and self._emitter.since(self._last_accepted) >= seconds
+        mine = _Decision(step, noticed, timed)
+        alike = self._watch is None or self._watch.is_agreed
+        if self._tools.coordinator.world > 1 and (seconds is not None or not alike):
+            if self._decision is not None and self._decision.step == step:
+                return
+            mine = self._decide(mine)
+        self._decision = mine
+        if mine.noticed and not self._noticed:
+            self._noticed = True
+            logger.warning("step %d: a notice of preemption has come", step)
+
+    def _decide(self, mine: _Decision) -> _Decision:
+        """What process 0 has decided about a step. Raises PeerFailed where it was about another."""
+        coordinator = self._tools.coordinator
+        self._decided += 1
+        phase = f"due.{self._decided}"
+        answer = coordinator.lead(phase, mine.to_json, self._tools.deadline)
+        found = _Decision(*json.loads(answer))
+        if found.step != mine.step:
+            text = f"asks about step {mine.step}, process 0 about step {found.step}"
+            raise PeerFailed(phase, {coordinator.rank: text}, ())
+        if coordinator.rank == 0 and self._decided > DECISIONS_KEPT:
+            coordinator.forget(f"due.{self._decided - DECISIONS_KEPT}")
+        return found
 
     def _kind(self, step: int, sync: bool) -> str:
         self._poll(step)
@@ -83,6 +137,10 @@ class Saves:
         if heartbeat is not None and self._saves_since_heartbeat() + 1 >= heartbeat.every_saves:
             return "heartbeat"
         return "sync" if sync or self._options.snapshot.mode == "sync" else "async"
+
+    def count_since_heartbeat(self) -> int:
+        """As the latest save has it: what process 0 tells the others at the start."""
+        return self._saves_since_heartbeat()
 
     def _saves_since_heartbeat(self) -> int:
         """Counted in memory; at first from the latest save, so that it survives a restart."""
@@ -104,35 +162,26 @@ class Saves:
         overwrite: bool,
         sync: bool,
     ) -> SaveHandle:
-        """See `CheckpointManager.save`."""
-        self.refuse_existing(step, overwrite)
-        request = self._prepare.survey(step, state, metrics, extra, overwrite, call.started)
-        kind = self._kind(step, sync)
-        reason, waited = self._make_room(step, kind, overwrite)
-        if reason:
-            call.skip()
-            self.skipped += 1
-            return SaveHandle(step, False, reason)
-        handle = SaveHandle(step)
-        handle.waited = waited
-        handle.warn_only = self._options.on_save_error == "warn"
-        deadline = self._options.coordination.deadline_seconds
-        thread = worker.SaveThread(handle, deadline)
-        job: pipeline.SaveJob | None = None
-        try:
-            job = self._job(request, kind)
-            self._order_first(job)
-            call.accept(handle, job.mode)
-            before = self._in_flight[-1] if self._in_flight else None
-            self._in_flight.append(handle)
-            self._since_heartbeat = self._saves_since_heartbeat() + 1
-            thread.give(functools.partial(self._finish, job, handle, before))
-        except BaseException:  # an interrupt among them: nothing may wait for this save any more
-            thread.cancel()
-            if job is not None:
-                job.close()
-            self._emitter.settled(handle)
-            raise
+        """See `CheckpointManager.save`; the step is wanted."""
+        self._begun += 1
+        name = f"save.{self._begun}"
+        phases = [f"{name}/open"]
+        if self._options.snapshot.when_busy == "skip":
+            phases.append(f"{name}/room")
+        with telling(self._tools.coordinator, *phases, own=True):
+            self.raise_failures()
+            self.refuse_existing(step, overwrite)
+            request = self._prepare.survey(step, state, metrics, extra, overwrite, call.started)
+            kind = self._kind(step, sync)
+            reason, waited = self._make_room(name, step, kind, overwrite)
+            if reason:
+                call.skip()
+                self.skipped += 1
+                self._old.append(name)
+                return SaveHandle(step, False, reason)
+            handle = SaveHandle(step)
+            handle.waited = waited
+            job, thread = self._begin(call, name, request, kind, handle)
         self._order_rest(job, handle)
         if kind != "async" or worker.exiting():
             handle.result()
@@ -142,17 +191,49 @@ class Saves:
         self._preemption_saved = self._preemption_saved or kind == "preemption"
         return handle
 
+    def _begin(
+        self, call: Call, name: str, request: SaveRequest, kind: str, handle: SaveHandle
+    ) -> tuple[pipeline.SaveJob, worker.SaveThread]:
+        """Orders the copies and hands the save over to its thread."""
+        handle.warn_only = self._options.on_save_error == "warn"
+        thread = worker.SaveThread(handle, self._tools.deadline)
+        job: pipeline.SaveJob | None = None
+        try:
+            job = self._job(request, name, kind)
+            self._order_first(job)
+            call.accept(handle, job.mode)
+            before = self._in_flight[-1] if self._in_flight else None
+            self._in_flight.append(handle)
+            self._since_heartbeat = self._saves_since_heartbeat() + 1
+            self._accepted(name, call.started)
+            thread.give(functools.partial(self._finish, job, handle, before))
+        except BaseException:  # an interrupt among them: nothing may wait for this save any more
+            thread.cancel()
+            if job is not None:
+                job.close()
+            self._emitter.settled(handle)
+            raise
+        return job, thread
+
+    def _accepted(self, name: str, called: float) -> None:
+        self._old = [name]
+        self._last_accepted = called
+        if self._decision is not None:
+            self._decision = replace(self._decision, timed=False)
+
     def _finish(self, job: pipeline.SaveJob, handle: SaveHandle, before: SaveHandle | None) -> None:
         """On the save's own thread."""
         pipeline.finish_save(job, self._tools, handle, before)
         self._stager.learn()
 
-    def _job(self, request: SaveRequest, kind: str) -> pipeline.SaveJob:
+    def _job(self, request: SaveRequest, name: str, kind: str) -> pipeline.SaveJob:
         mode = self._options.snapshot.mode
         heartbeat = self._options.heartbeat
         audited = kind == "heartbeat" and heartbeat is not None and heartbeat.audit
         return self._prepare.job(
             request,
+            name=name,
+            old=tuple(self._old),
             kind=kind,
             mode=mode if kind == "async" else "sync",
             since_heartbeat=0 if kind == "heartbeat" else self._saves_since_heartbeat() + 1,
@@ -198,19 +279,23 @@ class Saves:
         if entry is not None and entry.problem is None:
             raise StepExists(step, path)
 
-    def _make_room(self, step: int, kind: str, overwrite: bool) -> tuple[str, float]:
+    def _make_room(self, name: str, step: int, kind: str, overwrite: bool) -> tuple[str, float]:
         """Waits for saves in flight, or says why this one is skipped; and the seconds waited.
 
-        Saves that are not asynchronous wait for all of them.
+        Saves that are not asynchronous wait for all of them. Process 0 decides what is skipped.
         """
         slots = self._options.snapshot.slots if kind == "async" else 1
         busy = [handle for handle in self._in_flight if not handle.settled]
         surplus = busy[: max(0, len(busy) - slots + 1)]
+        what = f"the save of step {surplus[-1].step}" if surplus else ""
+        if self._options.snapshot.when_busy == "skip" and kind != "preemption":
+            told = self._tools.coordinator.lead(
+                f"{name}/room", what.encode, self._tools.deadline
+            ).decode()
+            if told:
+                return f"{told} is still in flight", 0.0
         if not surplus:
             return "", 0.0
-        what = f"the save of step {surplus[-1].step}"
-        if self._options.snapshot.when_busy == "skip" and kind != "preemption":
-            return f"{what} is still in flight", 0.0
         started = self._emitter.clock.monotonic()
         for handle in surplus:
             handle.wait_settled()

@@ -73,6 +73,12 @@ def bounding(boxes: Iterable[Box]) -> Box:
     return Box(start, stop)
 
 
+def count_tiles(box: Box, tile: Shape) -> int:
+    """How many cells `tiles` gives."""
+    spans = zip(box.start, box.stop, tile, strict=True)
+    return math.prod(-(-stop // size) - start // size for start, stop, size in spans)
+
+
 def tiles(box: Box, tile: Shape) -> Iterator[Box]:
     """The cells of the regular grid of `tile` at the origin that meet `box`, cut to it."""
     if not box.size:

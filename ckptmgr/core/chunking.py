@@ -11,16 +11,28 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from ckptmgr.core.boxes import Box, Shape
+
+SHARED_BYTES = 2**20
+"""What several processes hold is not cut finer than this to share the writing."""
+
+SHARED_PIECES = 16
+"""Chunks in the even share of a process: what it gets is off by half a chunk at most."""
+
+
+def shared_chunk_bytes(chunk_bytes: int, shared: int, processes: int) -> int:
+    """The size to aim for where `processes` share the writing of `shared` bytes."""
+    return min(chunk_bytes, max(SHARED_BYTES, shared // (processes * SHARED_PIECES)))
+
 
 GATHER_BYTES = 2**20
 """A process's part of a leaf up to this size is assembled on the host before it is written."""
 
 
 def chunk_shape(
-    shape: Shape, itemsize: int, boxes: Sequence[Box], owners: Sequence[int], chunk_bytes: int
+    shape: Shape, itemsize: int, boxes: Sequence[Box], owners: Sequence[Hashable], chunk_bytes: int
 ) -> Shape:
     """The chunk shape of an array of `shape` whose distinct shards `boxes` belong to `owners`.
 
@@ -28,13 +40,13 @@ def chunk_shape(
       shape: global shape.
       itemsize: bytes of one element as stored.
       boxes: the distinct shard boxes; together they tile the array.
-      owners: the process that writes each box.
+      owners: of each box the process that writes it, or those of which one will.
       chunk_bytes: the size to aim for; a chunk is at most this large unless the only even
         divisions of a shard are far smaller.
     """
     if not math.prod(shape):
         return tuple(max(1, size) for size in shape)
-    by_owner: dict[int, int] = defaultdict(int)
+    by_owner: dict[Hashable, int] = defaultdict(int)
     for box, owner in zip(boxes, owners, strict=True):
         by_owner[owner] += box.size * itemsize
     gather = max(by_owner.values()) <= min(GATHER_BYTES, chunk_bytes)
@@ -62,14 +74,14 @@ def _inner_edges(d: int, size: int, boxes: Sequence[Box]) -> set[int]:
 
 
 def _may_not_cross(
-    d: int, boxes: Sequence[Box], owners: Sequence[int], merge_same_owner: bool
+    d: int, boxes: Sequence[Box], owners: Sequence[Hashable], merge_same_owner: bool
 ) -> bool:
     """Whether chunks must stop at the shard edges along axis d."""
     if len(boxes) == 1:
         return False
     if not merge_same_owner:
         return True
-    lines: dict[tuple[Shape, Shape], set[int]] = defaultdict(set)
+    lines: dict[tuple[Shape, Shape], set[Hashable]] = defaultdict(set)
     for box, owner in zip(boxes, owners, strict=True):
         across = (box.start[:d] + box.start[d + 1 :], box.stop[:d] + box.stop[d + 1 :])
         lines[across].add(owner)

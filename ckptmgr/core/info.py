@@ -75,6 +75,15 @@ class Items(dict[str, Any]):
             raise AttributeError(f"there is no item {name!r}; items: {sorted(self)}") from None
 
 
+class PerProcess(tuple[Any, ...]):
+    """The states that an item had in each process, in the order of their numbers.
+
+    What a restore without a target gives where another number of processes saved them.
+    """
+
+    __slots__ = ()
+
+
 def is_stateful(item: Any) -> bool:
     """Whether an item is an object that keeps its own state (a data iterator)."""
     return callable(getattr(item, "get_state", None)) and callable(getattr(item, "set_state", None))

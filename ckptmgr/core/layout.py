@@ -219,6 +219,21 @@ def is_aside(array_name: str) -> bool:
     return array_name.startswith(LEAVES + "/")
 
 
+_BY_PROCESS = re.compile(r"(?:[^/]+/)?ocdbt\.process_(0|[1-9][0-9]*)")
+_FILE_OF_PROCESS = re.compile(r"[^/]+/ckptmgr/(?:receipt|state)\.process_(0|[1-9][0-9]*)\.json")
+
+
+def is_by_process(path: str) -> bool:
+    """Whether a path below an item is one of the processes' databases, or a directory of ours."""
+    return bool(_BY_PROCESS.fullmatch(path)) or path in ("ckptmgr", "array_metadatas")
+
+
+def is_of_another(path: str, process: int) -> bool:
+    """Whether a path below the step is the database, or a file, of another process than `process`."""
+    found = _BY_PROCESS.fullmatch(path) or _FILE_OF_PROCESS.fullmatch(path)
+    return found is not None and int(found[1]) != process
+
+
 def containers_prefix() -> str:
     """What the names of all processes' databases begin with."""
     return "ocdbt.process_"

@@ -7,27 +7,33 @@ own geometry.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptmgr.core import boxes, manifest
 from ckptmgr.core.boxes import Box, Shape
 from ckptmgr.core.manifest import StoredLeaf, StoredTree
+from ckptmgr.core.share import Piece, Run, share
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A distinct piece of a leaf and who writes it.
+    """A distinct piece of a leaf and who holds it.
 
     Attributes:
       box: where it lies in the leaf.
-      process: the process that writes it.
-      position: for that process, which of its addressable shards holds it.
+      holders: the processes that hold it, ascending; one of them writes it.
+      position: for this process, which of its addressable shards holds it; -1 for none.
+      own: whether every process has such a piece of its own (a host array, an array on its own
+        devices): process 0's is written, the others' are compared with it.
     """
 
     box: Box
-    process: int
+    holders: tuple[int, ...]
     position: int
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +45,13 @@ class Part:
       box: what is written.
       sources: (position of the local shard, its box); one that equals `box` is written as it
         lies, several are assembled.
+      write: False for what is only digested, to be compared with what process 0 writes.
     """
 
     leaf: int
     box: Box
     sources: tuple[tuple[int, Box], ...]
+    write: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,37 +61,58 @@ class SavePlan:
     Attributes:
       tree: the stored tree, the same on every process.
       parts: in leaf order.
-      nbytes: bytes of this process's parts.
+      nbytes: bytes of this process's parts that it writes.
+      own: numbers of the leaves of which every process has its own copy.
     """
 
     tree: StoredTree
     parts: tuple[Part, ...]
     nbytes: int
+    own: frozenset[int] = frozenset()
 
 
 def plan_save(tree: StoredTree, shards: Sequence[Sequence[Shard]], process: int) -> SavePlan:
     """Plans the writes of `process`; `shards[i]` are all distinct shards of leaf i.
 
-    Leaves with the same shape and chunks that share one sequence of shards are cut the same way,
+    What several processes hold is shared so that all write about as many bytes, see `share`.
+    Leaves with the same shape and chunks that have one sequence of shards are cut the same way,
     which is worked out once.
 
     Raises ValueError, naming leaf and boxes, when shards overlap or leave a gap.
     """
-    parts: list[Part] = []
     cuts: dict[tuple[Shape, Shape, int], list[_Cut]] = {}
-    nbytes = 0
-    for number, (leaf, pieces) in enumerate(zip(tree.leaves, shards, strict=True)):
+    loads: Counter[int] = Counter()
+    alone: dict[int, Counter[int]] = {}
+    pieces: list[Piece] = []
+    planned: list[tuple[int, _Cut]] = []
+    for number, (leaf, found) in enumerate(zip(tree.leaves, shards, strict=True)):
         if not leaf.has_array:
             continue
-        key = (leaf.stored_shape, leaf.chunk, id(pieces))  # `shards` keeps it alive
-        if key not in cuts:
-            boxes.assert_exact_cover(leaf.dotted, leaf.stored_shape, [s.box for s in pieces])
-            cuts[key] = _cut(leaf, [s for s in pieces if s.process == process and s.box.size])
+        key = (leaf.stored_shape, leaf.chunk, id(found))  # `shards` keeps it alive
         size = manifest.itemsize(leaf.stored_dtype)
-        for box, sources in cuts[key]:
-            parts.append(Part(number, box, sources))
-            nbytes += box.size * size
-    return SavePlan(tree, tuple(parts), nbytes)
+        if key not in cuts:
+            boxes.assert_exact_cover(leaf.dotted, leaf.stored_shape, [s.box for s in found])
+            cuts[key] = _cut(leaf, [s for s in found if s.box.size and _concerns(s, process)])
+        if id(found) not in alone:
+            alone[id(found)] = _elements_alone(found)
+        for holder, elements in alone[id(found)].items():
+            loads[holder] += elements * size
+        for cut in cuts[key]:
+            planned.append((number, cut))
+            if len(cut.holders) > 1:
+                pieces.append(Piece(cut.holders, cut.box.size * size, cut.cells))
+    shared = iter(share(pieces, loads))
+    parts: list[Part] = []
+    for number, cut in planned:
+        runs = next(shared) if len(cut.holders) > 1 else ()
+        parts += _parts(number, tree.leaves[number], cut, runs, process)
+    nbytes = sum(
+        part.box.size * manifest.itemsize(tree.leaves[part.leaf].stored_dtype)
+        for part in parts
+        if part.write
+    )
+    own = frozenset(i for i, found in enumerate(shards) if found and found[0].own)
+    return SavePlan(tree, tuple(parts), nbytes, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +128,11 @@ class LeafWrite:
     leaf: int
     parts: tuple[Part, ...]
     first: bool
+
+    @property
+    def writes(self) -> bool:
+        """Whether anything is written; else the parts are only digested."""
+        return not self.parts or self.parts[0].write
 
 
 Wave = tuple[LeafWrite, ...]
@@ -138,23 +172,72 @@ def waves(plan: SavePlan, process: int, wave_bytes: int) -> tuple[Wave, ...]:
     return tuple(found)
 
 
-_Cut = tuple[Box, tuple[tuple[int, Box], ...]]
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A box of whole chunks that one process writes, and the shards it is made of.
+
+    Attributes:
+      holders: the processes that could write it.
+      own: as in `Shard`.
+      cells: how many chunks it has where it may be divided, else 1.
+    """
+
+    box: Box
+    sources: tuple[tuple[int, Box], ...]
+    holders: tuple[int, ...]
+    own: bool = False
+    cells: int = 1
 
 
-def _cut(leaf: StoredLeaf, mine: Sequence[Shard]) -> list[_Cut]:
-    """A shard made of whole chunks is a part of its own; smaller ones are gathered by chunk."""
-    alone: list[_Cut] = []
-    gathered: dict[Shape, list[tuple[int, Box]]] = {}
-    for shard in mine:
+def _concerns(shard: Shard, process: int) -> bool:
+    """Whether this process has to plan for a shard: it may write it, or shares it with others."""
+    return len(shard.holders) > 1 or process in shard.holders or shard.own
+
+
+def _elements_alone(shards: Sequence[Shard]) -> Counter[int]:
+    """Process -> elements that nobody else could write."""
+    found: Counter[int] = Counter()
+    for shard in shards:
+        if len(shard.holders) == 1:
+            found[shard.holders[0]] += shard.box.size
+    return found
+
+
+def _cut(leaf: StoredLeaf, shards: Sequence[Shard]) -> list[_Cut]:
+    """A shard made of whole chunks is a piece of its own; smaller ones are gathered by chunk."""
+    cuts: list[_Cut] = []
+    gathered: dict[Shape, list[Shard]] = {}
+    for shard in shards:
         if _is_chunk_aligned(leaf, shard.box):
-            alone.append((shard.box, ((shard.position, shard.box),)))
+            cells = boxes.count_tiles(shard.box, leaf.chunk) if len(shard.holders) > 1 else 1
+            source = (shard.position, shard.box)
+            cuts.append(_Cut(shard.box, (source,), shard.holders, shard.own, cells))
         else:
             for tile in boxes.tiles(shard.box, leaf.chunk):
-                index = manifest.chunk_index(leaf, tile)
-                gathered.setdefault(index, []).append((shard.position, shard.box))
-    for index, sources in gathered.items():
-        alone.append((manifest.chunk_box(leaf, index), tuple(sources)))
-    return alone
+                gathered.setdefault(manifest.chunk_index(leaf, tile), []).append(shard)
+    for index, found in gathered.items():
+        sources = tuple((shard.position, shard.box) for shard in found)
+        box = manifest.chunk_box(leaf, index)
+        cuts.append(_Cut(box, sources, found[0].holders, found[0].own))
+    return cuts
+
+
+def _parts(
+    number: int, leaf: StoredLeaf, cut: _Cut, runs: Sequence[Run], process: int
+) -> Iterator[Part]:
+    """What this process does of a cut that is shared as `runs` say; none: it has one holder."""
+    if not runs:
+        if cut.own or process in cut.holders:
+            yield Part(number, cut.box, cut.sources, write=process in cut.holders)
+        return
+    for run in runs:
+        if run.process != process:
+            continue
+        if run.stop - run.start == cut.cells:
+            yield Part(number, cut.box, cut.sources)
+        else:
+            tiles = itertools.islice(boxes.tiles(cut.box, leaf.chunk), run.start, run.stop)
+            yield from (Part(number, tile, cut.sources) for tile in tiles)
 
 
 def _is_chunk_aligned(leaf: StoredLeaf, box: Box) -> bool:

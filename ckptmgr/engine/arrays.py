@@ -12,7 +12,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -97,10 +97,17 @@ def array_spec(tree: StoredTree, leaf: StoredLeaf, kvstore: Mapping[str, Any]) -
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What this process wrote of an item: its chunks, and the sums of leaves where asked for."""
+    """What this process wrote of an item.
 
-    chunks: tuple[Chunk, ...]
-    sums: Mapping[int, Sums]
+    Attributes:
+      chunks: what it wrote.
+      compared: what it only digested: its own copies of what process 0 writes.
+      sums: what its part of a leaf adds to the leaf's digest, where asked for.
+    """
+
+    chunks: tuple[Chunk, ...] = ()
+    compared: tuple[Chunk, ...] = ()
+    sums: Mapping[int, Sums] = field(default_factory=dict)
 
 
 class _Digester:
@@ -114,7 +121,7 @@ class _Digester:
         self._leaves = leaves
         self._sums: dict[int, Sums] | None = {} if leaf_digests else None
         self._queue: queue.SimpleQueue[tuple[Part, np.ndarray] | None] = queue.SimpleQueue()
-        self._chunks: list[Chunk] = []
+        self._chunks: dict[bool, list[Chunk]] = {True: [], False: []}  # by whether written
         self._error: BaseException | None = None
         self._taken = self._given = 0
         self._progress = threading.Condition()
@@ -147,7 +154,7 @@ class _Digester:
     def finish(self) -> Written:
         """Every chunk, in the order the parts were given, and the sums of leaves."""
         self.wait(self._given)
-        return Written(tuple(self._chunks), self._sums or {})
+        return Written(tuple(self._chunks[True]), tuple(self._chunks[False]), self._sums or {})
 
     def end(self) -> None:
         """Ends the thread."""
@@ -163,8 +170,8 @@ class _Digester:
     def _take(self, part: Part, values: np.ndarray) -> None:
         try:
             leaf = self._leaves[part.leaf]
-            self._chunks += chunks_of(leaf, part, values)
-            if self._sums is not None:
+            self._chunks[part.write] += chunks_of(leaf, part, values)
+            if self._sums is not None and part.write:
                 sums = leafdigest.partial(values, part.box, leaf.stored_shape)
                 self._sums[part.leaf] = add(self._sums.get(part.leaf, ZERO), sums)
         except BaseException as exc:
@@ -283,8 +290,11 @@ def _fill(
     loans: _Loans,
 ) -> None:
     tree = staged.plan.tree
-    opening = []
+    opening: list[Any] = []
     for job in wave:
+        if not job.writes:
+            opening.append(None)
+            continue
         spec = array_spec(tree, tree.leaves[job.leaf], kvstore)
         how: Any = {"create": True} if job.first else {"open": True, "assume_metadata": True}
         opening.append(ts.open(spec, context=ctx, transaction=transaction, **how))
@@ -293,6 +303,9 @@ def _fill(
         leaf = tree.leaves[job.leaf]
         for part in job.parts:
             values = assemble(leaf, part, staged)
+            if opened is None:
+                digester.give(part, values)
+                continue
             target = opened.result()[part.box.slices] if part.box.start else opened.result()
             loans.lend(values)
             writing.append(target.write(values, can_reference_source_data_indefinitely=True))
@@ -305,9 +318,12 @@ def _fill(
 
 def assemble(leaf: StoredLeaf, part: Part, staged: Staged) -> np.ndarray:
     """The values of a part in C order, as stored; its own shard where that is one."""
-    if len(part.sources) == 1 and part.sources[0][1] == part.box:
-        values = staged.get(part.leaf, part.sources[0][0])
-        return np.ascontiguousarray(leaf_values.to_stored(values, leaf)).reshape(part.box.shape)
+    if len(part.sources) == 1 and boxes.contains(part.sources[0][1], part.box):
+        position, box = part.sources[0]
+        values = leaf_values.to_stored(staged.get(part.leaf, position), leaf)
+        if box != part.box:
+            values = values[part.box.within(box)]
+        return np.ascontiguousarray(values).reshape(part.box.shape)
     out = np.empty(part.box.shape, leaf.stored_dtype)
     for position, there, here in _pieces(part.box, part.sources):
         out[there] = leaf_values.to_stored(staged.get(part.leaf, position), leaf)[here]
@@ -325,6 +341,11 @@ def _pieces(
         for position, source, common in met
         if common is not None
     )
+
+
+def writes_any(waves: Sequence[Wave]) -> bool:
+    """Whether anything is written, so that there is a database afterwards."""
+    return any(job.writes for wave in waves for job in wave)
 
 
 def merge(item_path: str, containers: Iterable[str], keys: int) -> None:

@@ -386,6 +386,13 @@ class Catalog:
         except StoreError as exc:
             logger.warning("step %d: leftovers of the failed save remain: %s", attempt.step, exc)
 
+    def leave(self, attempt: Attempt) -> None:
+        """Leaves what a failed attempt made to a next start: somebody may write there yet."""
+        owners.LIVE.discard(attempt.id)
+        logger.warning(
+            "step %d: leftovers of the failed save remain at %s", attempt.step, attempt.tmp
+        )
+
     # -- deletion ---------------------------------------------------------------------------
 
     def forget(self, step: int) -> bool:

@@ -86,7 +86,7 @@ def _item(store: Store, step: int, name: str) -> OpenItem:
         return _tree_item(store, step, name)
     if store.exists(layout.json_item_file(name)):
         try:
-            return OpenItem(name, path, None, json.loads(store.read_file(f"{name}/metadata")))
+            return OpenItem(name, path, None, (json.loads(store.read_file(f"{name}/metadata")),))
         except ValueError:
             pass  # some other handler's own file
     return OpenItem(name, path, None, unreadable=_UNKNOWN)

@@ -6,7 +6,7 @@ No array data is read here; every leaf that does not fit is found before anythin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ckptmgr.core import tree
-from ckptmgr.core.boxes import whole
+from ckptmgr.core import manifest, tree
+from ckptmgr.core.boxes import Box, tiles, whole
 from ckptmgr.core.manifest import StoredLeaf, StoredTree
 from ckptmgr.engine import shardings
 from ckptmgr.engine.steps import OpenItem
@@ -37,6 +37,8 @@ class Goal:
       dtype: numpy dtype of the result's elements ("" for keys and strings).
       wish: the boxes wanted, and on which devices; no devices where the value goes whole.
       sharding: of "jax" and "key"; None for an uncommitted array on the default device.
+      spread: how it is read where its replicas lie in several processes that read a part each, and
+        have the devices pass it on; `wish` is of this. None where it is read as it will lie.
       weak_type: of 0-d "jax" results.
       convert: of "python": the type.
     """
@@ -46,6 +48,7 @@ class Goal:
     dtype: str = ""
     wish: shardings.Wish | None = None
     sharding: Any = None
+    spread: Any = None
     weak_type: bool = False
     convert: Callable[[Any], Any] | None = None
 
@@ -152,6 +155,31 @@ def _device_goal(
     return Goal(number, kind, dtype, wish, sharding, weak_type)
 
 
+def _spread(goal: Goal, leaf: StoredLeaf) -> Goal | str:
+    """The goal with each process reading a part, where that pays; else why it does not."""
+    sharding = goal.sharding
+    if goal.kind != "jax" or sharding is None or sharding.is_fully_addressable:
+        return "it lies in one process"
+    if leaf.nbytes <= WHOLE_BYTES:
+        return f"it has no more than {WHOLE_BYTES} bytes"
+    cut = shardings.spread(sharding, leaf.stored_shape)
+    if isinstance(cut, str):
+        return cut
+    now, then = (
+        _chunk_elements(leaf, shardings.needs_of_first(which, leaf.stored_shape))
+        for which in (sharding, cut)
+    )
+    if then * 2 > now:
+        return "a process would read more than half of it all the same, for its chunks are large"
+    return replace(goal, wish=shardings.wish(cut, leaf.stored_shape), spread=cut)
+
+
+def _chunk_elements(leaf: StoredLeaf, needed: Iterable[Box]) -> int:
+    """Elements of the chunks that meet the boxes, each chunk counted once."""
+    met = {manifest.chunk_index(leaf, tile) for box in needed for tile in tiles(box, leaf.chunk)}
+    return sum(manifest.chunk_box(leaf, index).size for index in met)
+
+
 def physical(sharding: Any, leaf: StoredLeaf) -> Any:
     """A key array's sharding speaks of keys; their words lie in one trailing dimension."""
     if leaf.kind != "key" or not isinstance(sharding, jax.sharding.NamedSharding):
@@ -169,14 +197,20 @@ def goals_for_target(
     paths = [tuple(tree.key_text(key) for key in path) for path, _ in pairs]
     matched = tree.match([leaf.path for leaf in stored.leaves], paths)
     differing: dict[str, str] = {}
+    notes: dict[str, list[str]] = {}
     goals = []
     for number, position in matched.pairs:
         leaf, target = stored.leaves[number], pairs[position][1]
         goal = _goal_for(number, leaf, target, cast, options)
         if isinstance(goal, str):
             differing[leaf.dotted] = goal
-        else:
-            goals.append(goal)
+            continue
+        if options.broadcast_replicas and goal.kind == "jax":
+            cut = _spread(goal, leaf)
+            note = f"not broadcast: {cut}" if isinstance(cut, str) else "read in parts, broadcast"
+            notes.setdefault(note, []).append(leaf.dotted)
+            goal = goal if isinstance(cut, str) else cut
+        goals.append(goal)
     extra = () if partial else matched.extra
     if matched.missing or extra or differing:
         raise TreeMismatch(
@@ -186,7 +220,8 @@ def goals_for_target(
             [tree.dotted(path) or "(the root)" for path in extra],
             differing,
         )
-    return Goals(tuple(goals), lambda leaves: jax.tree_util.tree_unflatten(treedef, leaves))
+    told = tuple(f"{note}: {_some(names)}" for note, names in notes.items())
+    return Goals(tuple(goals), lambda leaves: jax.tree_util.tree_unflatten(treedef, leaves), told)
 
 
 def _goal_for(

@@ -91,38 +91,31 @@ def survey(state: Any, storage: Storage, places: shardings.PlacesCache, step: in
         flat = _without(flat, keep)
         rules = [rules[i] for i in keep]
     names = layout.array_names(flat.paths)
+    found = [
+        _classify(path, name, value, step)
+        for path, name, value in zip(flat.paths, names, flat.leaves, strict=True)
+    ]
+    shards = tuple(() if source is None else _shards_of(source, places) for _, source in found)
+    grids = _Grids(storage.chunk_bytes, found, shards)
     table: dict[jax.sharding.Sharding, int] = {}
     entries: list[dict[str, Any]] = []
     leaves: list[StoredLeaf] = []
-    sources: list[Source] = []
-    shards: list[tuple[Shard, ...]] = []
-    grids: dict[Any, Shape] = {}
-    for path, name, rule, value in zip(flat.paths, names, rules, flat.leaves, strict=True):
-        leaf, source = _classify(path, name, value, step)
+    for (leaf, source), pieces, rule in zip(found, shards, rules, strict=True):
         if source is not None:
-            pieces = _shards_of(source, places)
-            chunk_bytes = (rule and rule.chunk_bytes) or storage.chunk_bytes
             dtype = _dtype_by_rule(leaf, rule)
             stored = leaf.stored_dtype or stored_dtype(dtype)
-            key = (source.shape, stored, id(pieces), chunk_bytes)
-            if key not in grids:
-                grids[key] = _grid(source.shape, stored, pieces, chunk_bytes)
             number = None
-            if isinstance(source, jax.Array):
+            if isinstance(source, jax.Array) and not shardings.is_own(source):
                 number = _sharding_number(source, table, entries)
             leaf = replace(
                 leaf,
                 dtype=dtype,
                 stored_dtype=stored,
                 stored_shape=source.shape,
-                chunk=grids[key],
+                chunk=grids(source.shape, stored, pieces, (rule and rule.chunk_bytes) or 0),
                 sharding=number,
             )
-            shards.append(pieces)
-        else:
-            shards.append(())
         leaves.append(leaf)
-        sources.append(source)
     tree_on_disk = StoredTree(
         tuple(leaves),
         flat.containers,
@@ -132,7 +125,7 @@ def survey(state: Any, storage: Storage, places: shardings.PlacesCache, step: in
         storage.compression,
     )
     kept = tuple(keep) if excluded else None
-    return Survey(flat, tree_on_disk, tuple(sources), tuple(shards), kept)
+    return Survey(flat, tree_on_disk, tuple(source for _, source in found), shards, kept)
 
 
 def signature(value: Any) -> Hashable:
@@ -288,18 +281,51 @@ def _shards_of(source: jax.Array | np.ndarray, places: shardings.PlacesCache) ->
 
 @functools.lru_cache(maxsize=4096)
 def _one_piece(shape: Shape) -> tuple[Shard, ...]:
-    """A host array is one shard, written by process 0."""
-    return (Shard(whole(shape), 0, 0),)
+    """A host array is one shard, of which each process has its own."""
+    return (Shard(whole(shape), (0,), 0, jax.process_count() > 1),)
 
 
-def _grid(shape: Shape, dtype: str, pieces: Sequence[Shard], chunk_bytes: int) -> Shape:
-    return chunking.chunk_shape(
-        shape,
-        np.dtype(dtype).itemsize,
-        [shard.box for shard in pieces],
-        [shard.process for shard in pieces],
-        chunk_bytes,
-    )
+class _Grids:
+    """Chunk shapes; a tree has few different ones.
+
+    Args:
+      chunk_bytes: the size to aim for.
+      found: the leaves with their sources.
+      shards: of each leaf.
+    """
+
+    def __init__(
+        self,
+        chunk_bytes: int,
+        found: Sequence[tuple[StoredLeaf, Source]],
+        shards: Sequence[Sequence[Shard]],
+    ) -> None:
+        self._chunk_bytes = self._shared_bytes = chunk_bytes
+        self._known: dict[Any, Shape] = {}
+        shared, processes = 0, 1
+        for (_, source), pieces in zip(found, shards, strict=True):
+            for shard in pieces:
+                if len(shard.holders) > 1 and source is not None:
+                    shared += shard.box.size * source.dtype.itemsize
+                    processes = max(processes, len(shard.holders))
+        if processes > 1:
+            self._shared_bytes = chunking.shared_chunk_bytes(chunk_bytes, shared, processes)
+
+    def __call__(
+        self, shape: Shape, dtype: str, pieces: Sequence[Shard], chunk_bytes: int
+    ) -> Shape:
+        """The chunk shape of an array; with `chunk_bytes` that instead of what holds for all."""
+        key = (shape, dtype, id(pieces), chunk_bytes)
+        if key not in self._known:
+            is_shared = any(len(shard.holders) > 1 for shard in pieces)
+            self._known[key] = chunking.chunk_shape(
+                shape,
+                np.dtype(dtype).itemsize,
+                [shard.box for shard in pieces],
+                [shard.holders for shard in pieces],
+                chunk_bytes or (self._shared_bytes if is_shared else self._chunk_bytes),
+            )
+        return self._known[key]
 
 
 def _sharding_number(

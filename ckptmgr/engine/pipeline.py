@@ -2,14 +2,18 @@
 
 `save()` has planned and ordered the copies; `finish_save` does the rest, on the save's own thread:
 
-    open      the intent and the temporary directory                       catalog.begin
-    write     arrays, one OCDBT transaction per wave; metadata; receipts    arrays.write, merge
-    transfer  the last value is on the host; only an event                  _OnHost
-    audit     of a heartbeat: staged copies against the arrays              audit.Audit
-    sync      every file and directory, bottom up                           store.sync_tree
-    readback  of a heartbeat: everything, from the device                   readback.read_back
-    publish   the manifest, then one rename                                 catalog.publish
-    retain    what the policy drops goes, now that the new step is durable  retention.decide
+    open      all agree on what is saved; the intent and the directory     agree, catalog.begin
+    write     arrays, one OCDBT transaction per wave; receipts             Writing.write_share
+    transfer  the last value is on the host; only an event                 _OnHost
+    audit     of a heartbeat: staged copies against the arrays             audit.Audit
+    sync      databases merged, metadata; every file and directory synced  Writing.complete, sync
+    readback  of a heartbeat: everything, from the device                  readback.read_back
+    publish   the manifest, then one rename                                catalog.publish
+    retain    what the policy drops goes, now that the new step is durable retention.decide
+
+In a job of several processes each does this with its own part. They meet three times: in `open`,
+when all have written (`write`), and to hear from process 0, which does the rest, how it ended
+(`publish`); a heartbeat has them meet twice more. In a job of one process the meetings cost nothing.
 
 A synchronous save is the same with `.result()` behind it. Where two saves may be in flight the
 second waits with its first write until the first is durable. A save that fails anywhere before the
@@ -23,50 +27,32 @@ import functools
 import json
 import logging
 import platform
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
-from ckptmgr.core import layout, manifest, orbax_format, retention, values
+from ckptmgr.core import layout, manifest, retention
 from ckptmgr.core.info import StepInfo
-from ckptmgr.core.manifest import Manifest, Receipt, StoredTree
-from ckptmgr.core.tree import Flat, unflatten
-from ckptmgr.engine import arrays
+from ckptmgr.core.manifest import Manifest
+from ckptmgr.engine import agreeing
+from ckptmgr.engine.agreeing import Claim
 from ckptmgr.engine.audit import Audit
 from ckptmgr.engine.catalog import Attempt, Catalog
-from ckptmgr.engine.coord import Coordinator
+from ckptmgr.engine.coord import Coordinator, telling
 from ckptmgr.engine.readback import read_back
 from ckptmgr.engine.snapshot import Ordering
-from ckptmgr.engine.staged import Staged
 from ckptmgr.engine.steps import info_of
 from ckptmgr.engine.worker import SaveHandle
-from ckptmgr.errors import AuditFailed, CorruptCheckpoint, StoreError
+from ckptmgr.engine.writing import Share, StateItem, TreeItem, Writing
+from ckptmgr.errors import AuditFailed, CorruptCheckpoint, PeerFailed, StoreError
 from ckptmgr.events import Emitter, Event
 from ckptmgr.options import Options
 
 logger = logging.getLogger("ckptmgr")
 
-
-@dataclass(frozen=True, slots=True)
-class TreeItem:
-    """One pytree on its way to disk."""
-
-    name: str
-    flat: Flat
-    staged: Staged
-
-    @property
-    def tree(self) -> StoredTree:
-        return self.staged.plan.tree
-
-
-@dataclass(frozen=True, slots=True)
-class StateItem:
-    """The state of one object with `get_state()`, encoded by `core.values` when save() was called."""
-
-    name: str
-    state: Any
+STOPPED_SECONDS = 30.0
+"""How long process 0 waits, after a save has failed, until all have stopped writing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +60,8 @@ class SaveJob:
     """Everything about one save, captured by value.
 
     Attributes:
+      name: of this save among the manager's, the same in every process.
+      old: names of earlier ones that nobody speaks of any more when this one is open.
       ordering: the snapshot that is written.
       audit: of an audited heartbeat, the snapshot that it is compared with.
       called: monotonic time of the call of save().
@@ -81,6 +69,8 @@ class SaveJob:
     """
 
     step: int
+    name: str
+    old: tuple[str, ...]
     kind: str
     created: float
     overwrite: bool
@@ -105,6 +95,10 @@ class SaveJob:
         """Its snapshots, in the order in which the caller orders their copies."""
         return (self.ordering,) if self.audit is None else (self.ordering, self.audit)
 
+    @property
+    def trees(self) -> list[TreeItem]:
+        return [item for item in self.items if isinstance(item, TreeItem)]
+
     def close(self) -> None:
         """Gives back all host memory, and lets a caller go that waits for some."""
         for ordering in self.orderings:
@@ -120,29 +114,15 @@ class Tools:
     emitter: Emitter
     options: Options
 
+    @property
+    def deadline(self) -> float:
+        """Bound of each wait for another process, in seconds."""
+        return self.options.coordination.deadline_seconds
 
-@dataclass(slots=True)
-class _Written:
-    """Files of the step under way, by path below the step: metadata -> (bytes, digest), data ->
-    bytes."""
-
-    attempt: Attempt
-    tools: Tools
-    files: dict[str, tuple[int, str]] = field(default_factory=dict)
-    data: dict[str, int] = field(default_factory=dict)
-    dirs: set[str] = field(default_factory=set)
-
-    def put(self, path: str, text: str | bytes) -> None:
-        data = text.encode() if isinstance(text, str) else text
-        parent = path.rpartition("/")[0]
-        if parent and parent not in self.dirs:
-            self.tools.catalog.store.make_dir(f"{self.attempt.tmp}/{parent}")
-            self.dirs.add(parent)
-        self.tools.catalog.store.write_file(f"{self.attempt.tmp}/{path}", data)
-        self.note(path, data)
-
-    def note(self, path: str, data: bytes) -> None:
-        self.files[path] = (len(data), manifest.digest(data))
+    @property
+    def leads(self) -> bool:
+        """Whether this is process 0, which decides and does what is done once."""
+        return self.coordinator.rank == 0
 
 
 def finish_save(
@@ -168,84 +148,172 @@ def finish_save(
     handle._mark_durable(info)
     if before is not None:
         before.join()
-    _after_commit(job, tools, info)
+    if tools.leads:
+        _after_commit(job, tools, info)
 
 
 def _commit(job: SaveJob, tools: Tools, on_host: _OnHost) -> Manifest:
     with tools.emitter.span("open", job.step, mode=job.mode):
-        attempt = tools.catalog.begin(job.step, job.overwrite)
+        attempt = _open(job, tools)
     try:
-        document = _write_step(job, tools, attempt, on_host)
-        with tools.emitter.span("publish", job.step, mode=job.mode):
-            tools.catalog.publish(attempt, document, job.overwrite)
-    except BaseException:
-        tools.catalog.abandon(attempt)
+        world, rank = tools.coordinator.world, tools.coordinator.rank
+        writing = Writing(attempt, tools.catalog.store, rank, world, job.items)
+        shares = _write(job, tools, writing, on_host)
+        return _publish(job, tools, writing, shares)
+    except BaseException as exc:
+        _give_up(job, tools, attempt, exc)
         raise
-    return document
 
 
-def _write_step(job: SaveJob, tools: Tools, attempt: Attempt, on_host: _OnHost) -> Manifest:
-    written = _Written(attempt, tools)
+def _open(job: SaveJob, tools: Tools) -> Attempt:
+    """All agree on what is saved; process 0 makes its directory."""
+    phase = f"{job.name}/open"
+    begun: list[Attempt] = []
+
+    def begin() -> dict[str, Any]:
+        begun.append(tools.catalog.begin(job.step, job.overwrite))
+        return {"id": begun[0].id, "tmp": begun[0].tmp}
+
+    try:
+        with telling(tools.coordinator, phase):
+            found = agreeing.agree(
+                tools.coordinator,
+                phase,
+                _claim(job) if tools.coordinator.world > 1 else Claim("", ""),
+                {item.name: item.tree for item in job.trees},
+                tools.deadline,
+                begin,
+            )
+    except BaseException:
+        for attempt in begun:
+            tools.catalog.abandon(attempt)
+        raise
+    for name in job.old if tools.leads else ():
+        tools.coordinator.forget(name)
+    return Attempt(job.step, found["id"], found["tmp"])
+
+
+def _claim(job: SaveJob) -> Claim:
+    how = {"async": "in the background", "sync": "synchronously"}.get(job.kind, f"as {job.kind}")
+    call = f"saves step {job.step} {how}" + (", overwriting" if job.overwrite else "")
+    items = {item.name: item.text if isinstance(item, TreeItem) else "" for item in job.items}
+    return Claim(call, manifest.digest(json.dumps(items).encode()))
+
+
+def _write(job: SaveJob, tools: Tools, writing: Writing, on_host: _OnHost) -> Sequence[Share]:
+    """Writes what is this process's, and waits for the others; on process 0 what all wrote."""
+    phase = f"{job.name}/write"
+    shares: list[Share] = []
+
+    def answer(payloads: Sequence[bytes]) -> bytes:
+        shares.extend(map(Share.from_json, payloads))
+        return json.dumps(agreeing.odd_values([share.own for share in shares])).encode()
+
+    with telling(tools.coordinator, phase):
+        mine = _write_share(job, tools, writing, on_host)
+        odd = json.loads(tools.coordinator.exchange(phase, mine.to_json(), tools.deadline, answer))
+        if odd:
+            agreeing.compare_own(
+                tools.coordinator,
+                f"{phase}/values",
+                odd,
+                lambda: [[dotted, f"{i} {d}"] for dotted, _, i, d in writing.own_chunks()],
+                tools.deadline,
+            )
+    return shares
+
+
+def _write_share(job: SaveJob, tools: Tools, writing: Writing, on_host: _OnHost) -> Share:
+    sums = tools.options.integrity.leaf_digests or job.kind == "heartbeat"
     audit = Audit(job.audit) if job.audit is not None else None
     try:
         with tools.emitter.span("write", job.step, job.nbytes, job.mode):
-            wrote = _write_items(job, tools, written, on_host)
+            share = writing.write_share(sums, on_host)
+            on_host.mark()
         if audit is not None:
-            _compare(job, audit, wrote, tools)
+            _compare(job, audit, writing, tools)
     finally:
         if audit is not None:
             audit.end()
-    with tools.emitter.span("sync", job.step, mode=job.mode):
-        _check_complete(tools.catalog.store.sync_tree(attempt.tmp), written)
+    return share
+
+
+def _publish(job: SaveJob, tools: Tools, writing: Writing, shares: Sequence[Share]) -> Manifest:
+    """Process 0 completes the step and puts it in its place; all hear of it.
+
+    Of a heartbeat all read their parts back first.
+    """
+
+    def complete() -> bytes:
+        writing.complete(shares)
+        writing.put_step_metadata(job.created, job.metrics, tools.emitter.clock.time())
+        with tools.emitter.span("sync", job.step, mode=job.mode):
+            writing.sync()
+        return b""
+
+    def publish() -> bytes:
+        if job.kind != "heartbeat":
+            complete()
+        document = _manifest(job, writing)
+        with tools.emitter.span("publish", job.step, mode=job.mode):
+            tools.catalog.publish(writing.attempt, document, job.overwrite)
+        return replace(document, files={}).to_json().encode()
+
+    coordinator = tools.coordinator
     if job.kind == "heartbeat":
-        _read_back(job, tools, attempt, written, wrote)
+        coordinator.lead(f"{job.name}/complete", complete, tools.deadline)
+        phase = f"{job.name}/readback"
+        with telling(coordinator, phase):
+            _read_back(job, tools, writing)
+            coordinator.exchange(phase, b"", tools.deadline)
+    answer = coordinator.lead(f"{job.name}/publish", publish, tools.deadline)
+    return Manifest.from_json(answer)
+
+
+def _manifest(job: SaveJob, writing: Writing) -> Manifest:
     return Manifest(
         step=job.step,
         kind=job.kind,
         created=job.created,
-        attempt=attempt.id,
+        attempt=writing.attempt.id,
         nbytes=job.nbytes,
         items={item.name: "tree" if isinstance(item, TreeItem) else "state" for item in job.items},
         metrics=job.metrics,
         extra=job.extra,
         topology=job.topology,
-        files=written.files,
+        files=writing.files,
         since_heartbeat=job.since_heartbeat,
     )
 
 
-Wrote = Mapping[str, arrays.Written]
-"""What of the arrays of each item."""
+def _give_up(job: SaveJob, tools: Tools, attempt: Attempt, error: BaseException) -> None:
+    """Removes the directory of a save that failed, when nobody writes there any more.
+
+    Where a process is silent it may write yet: the directory is left to the next start.
+    """
+    silent = error.silent if isinstance(error, PeerFailed) else ()
+    try:
+        if not silent:
+            deadline = min(tools.deadline, STOPPED_SECONDS)
+            tools.coordinator.exchange(f"{job.name}/stopped", b"", deadline)
+    except PeerFailed as exc:
+        silent = exc.silent or (0,)
+    if not tools.leads:
+        return
+    if silent:
+        tools.catalog.leave(attempt)
+    else:
+        tools.catalog.abandon(attempt)
 
 
-def _write_items(job: SaveJob, tools: Tools, written: _Written, on_host: _OnHost) -> Wrote:
-    """Arrays of all items first, so that their values leave the host soon, then metadata."""
-    trees = [item for item in job.items if isinstance(item, TreeItem)]
-    with_arrays = [item.name for item in trees if item.tree.has_arrays]
-    sums = tools.options.integrity.leaf_digests or job.kind == "heartbeat"
-    wrote: dict[str, arrays.Written] = {}
-    for tree in trees:
-        last = with_arrays[-1:] == [tree.name]
-        tell = on_host if last else lambda: None
-        wrote[tree.name] = _write_arrays(tree, tools, written.attempt, tell, sums)
-    on_host.mark()
-    for item in job.items:
-        if isinstance(item, TreeItem):
-            _write_tree_metadata(item, written, wrote[item.name], tools)
-        else:
-            _write_state(item, written, tools.coordinator.rank)
-    _write_step_metadata(job, written, tools)
-    return wrote
-
-
-def _compare(job: SaveJob, audit: Audit, wrote: Wrote, tools: Tools) -> None:
+def _compare(job: SaveJob, audit: Audit, writing: Writing, tools: Tools) -> None:
     """Raises AuditFailed where staged copies differ from the arrays; marks what they made."""
     with tools.emitter.span("audit", job.step, job.nbytes, job.mode):
-        trees = [item for item in job.items if isinstance(item, TreeItem)]
         leaves = []
-        for number, item in enumerate(trees):
+        for number, item in enumerate(job.trees):
             prefix = "" if len(job.items) == 1 else f"{item.name}: "
-            for leaf in audit.differing(number, wrote[item.name].chunks):
+            wrote = writing.wrote[item.name]
+            for leaf in audit.differing(number, (*wrote.chunks, *wrote.compared)):
                 leaves.append(prefix + item.tree.leaves[leaf].dotted)
         if leaves:
             reason = f"the heartbeat of step {job.step} found torn copies of {leaves[0]!r}"
@@ -256,19 +324,22 @@ def _compare(job: SaveJob, audit: Audit, wrote: Wrote, tools: Tools) -> None:
             raise AuditFailed(job.step, leaves, suspects)
 
 
-def _read_back(
-    job: SaveJob, tools: Tools, attempt: Attempt, written: _Written, wrote: Wrote
-) -> None:
-    """Everything again from the storage device. Raises CorruptCheckpoint with all problems."""
-    trees = {item.name: item.tree for item in job.items if isinstance(item, TreeItem)}
+def _read_back(job: SaveJob, tools: Tools, writing: Writing) -> None:
+    """What this process wrote again from the storage device, and on process 0 what the step has
+    once. Raises CorruptCheckpoint with all problems."""
     with tools.emitter.span("readback", job.step, job.nbytes, job.mode) as span:
         found = read_back(
-            tools.catalog.store.path(attempt.tmp),
+            tools.catalog.store.path(writing.attempt.tmp),
             {
-                name: (tree, {(c.leaf, c.index): c.digest for c in wrote[name].chunks})
-                for name, tree in trees.items()
+                item.name: (
+                    item.tree,
+                    {(c.leaf, c.index): c.digest for c in writing.wrote[item.name].chunks},
+                )
+                for item in job.trees
             },
-            written.files,
+            writing.files,
+            complete=writing.world == 1,
+            below=writing.own_paths(),
         )
         span.note(detail=found.source)
         if found.problems:
@@ -301,105 +372,6 @@ class _OnHost:
                 snapshot_latency=latency,
             )
         )
-
-
-def _check_complete(sizes: Mapping[str, int], written: _Written) -> None:
-    """What is about to be published must be there: somebody may have removed it meanwhile."""
-    expected = {path: size for path, (size, _) in written.files.items()} | written.data
-    for path, size in expected.items():
-        if sizes.get(path) != size:
-            found = f"has {sizes[path]} bytes" if path in sizes else "is missing"
-            where = written.tools.catalog.store.path(f"{written.attempt.tmp}/{path}")
-            raise StoreError(f"{where} {found}, {size} bytes were written")
-
-
-def _write_arrays(
-    item: TreeItem,
-    tools: Tools,
-    attempt: Attempt,
-    on_host: Callable[[], None],
-    leaf_digests: bool,
-) -> arrays.Written:
-    """This process's arrays into its own database, then all databases into one."""
-    store, rank = tools.catalog.store, tools.coordinator.rank
-    where = f"{attempt.tmp}/{item.name}"
-    store.make_dir(where)
-    if not item.tree.has_arrays:
-        return arrays.Written((), {})
-    mine = f"{where}/{layout.container(rank)}"
-    store.make_dir(mine)
-    wrote = arrays.write(
-        item.staged,
-        store.path(mine),
-        sync=store.durable,
-        leaf_digests=leaf_digests,
-        before_wave=lambda: _touch(tools, mine),
-        on_host=on_host,
-    )
-    names = [layout.container(process) for process in range(tools.coordinator.world)]
-    array_count = sum(leaf.has_array for leaf in item.tree.leaves)
-    arrays.merge(store.arrays(where), names, array_count + len(wrote.chunks))
-    return wrote
-
-
-def _touch(tools: Tools, where: str) -> None:
-    """The store's say before each wave: where a faulty store fails the writing of arrays."""
-    tools.catalog.store.arrays(where)
-
-
-def _write_tree_metadata(
-    item: TreeItem, written: _Written, wrote: arrays.Written, tools: Tools
-) -> None:
-    name, tree, rank = item.name, item.tree, tools.coordinator.rank
-    sizes = tools.catalog.store.sizes(f"{written.attempt.tmp}/{name}")
-    mine = layout.container(rank) + "/"
-    if tree.has_arrays and f"{mine}{layout.OCDBT_MANIFEST}" not in sizes:
-        raise StoreError(
-            f"{tools.catalog.store.path(written.attempt.tmp)}/{name}/{mine} vanished while it was written"
-        )
-    files = {f: n for f, n in sizes.items() if f.startswith(mine)}
-    receipt = Receipt(rank, wrote.chunks, files, wrote.sums)
-    written.data |= {f"{name}/{file}": size for file, size in receipt.files.items()}
-    for path in sizes:
-        if not path.startswith(layout.containers_prefix()):
-            full = f"{name}/{path}"
-            written.note(full, tools.catalog.store.read_file(f"{written.attempt.tmp}/{full}"))
-    written.put(layout.receipt_file(name, rank), receipt.to_json())
-    written.put(layout.tree_file(name), tree.to_json())
-    written.put(layout.pytree_metadata(name), orbax_format.pytree_metadata(item.flat, tree))
-    written.put(layout.sharding_file(name), orbax_format.shardings(tree))
-    written.put(layout.array_metadatas(name, rank), orbax_format.array_metadatas(tree))
-    strings = orbax_format.strings(tree)
-    if strings is not None:
-        written.put(layout.strings_file(name), strings)
-    if not tree.leaves:
-        written.put(layout.json_item_file(name), json.dumps(unflatten(tree.containers, int)))
-    written.put(layout.item_commit(name), "Checkpoint commit was successful\n")
-
-
-def _write_state(item: StateItem, written: _Written, rank: int) -> None:
-    text = values.dumps(item.state)
-    written.put(layout.json_item_file(item.name), text)
-    written.put(layout.state_file(item.name, rank), text)
-
-
-def _write_step_metadata(job: SaveJob, written: _Written, tools: Tools) -> None:
-    kinds = {
-        # Orbax's tree handlers refuse a tree without leaves
-        item.name: "tree" if isinstance(item, TreeItem) and item.tree.leaves else "state"
-        for item in job.items
-    }
-    metrics = {
-        name: value
-        for name, value in (values.decode(job.metrics) or {}).items()
-        if isinstance(name, str) and isinstance(value, (bool, int, float, str))
-    }  # what Orbax's JSON can hold; all of them are in the manifest
-    if metrics:
-        written.put(layout.metrics_file(), json.dumps(metrics))
-    now = tools.emitter.clock.time()
-    text = orbax_format.checkpoint_metadata(kinds, metrics, job.created, now)
-    written.put(layout.CHECKPOINT_METADATA, text)
-    written.put(layout.COMMIT_SUCCESS, f"Checkpoint commit was successful to {job.step}\n")
 
 
 def _after_commit(job: SaveJob, tools: Tools, info: StepInfo) -> None:

@@ -90,6 +90,11 @@ class PreemptionWatch:
                 process.look(step % _STEPS)
         return process.noticed
 
+    @property
+    def is_agreed(self) -> bool:
+        """Whether JAX tells all processes of a job alike; else each knows of its own signal."""
+        return not _process.has_signal
+
     def stop(self) -> None:
         """Takes no part any more; the last one puts the previous handler back. Again is fine."""
         process = _process

@@ -24,6 +24,7 @@ from ckptmgr.engine.leaves import Source
 from ckptmgr.engine.recipe import Recipe
 from ckptmgr.engine.snapshot import Ordering, Stager
 from ckptmgr.engine.staged import Work
+from ckptmgr.engine.writing import StateItem, TreeItem
 from ckptmgr.errors import InvalidOption
 from ckptmgr.events import Clock
 from ckptmgr.options import Storage
@@ -41,6 +42,7 @@ class _Structure:
       plan: what this process writes.
       keep: numbers of the leaves that are stored, None for all.
       nbytes: bytes of its arrays.
+      text: its stored tree as JSON.
       recipes: mode -> how to copy it.
     """
 
@@ -48,6 +50,7 @@ class _Structure:
     plan: SavePlan
     keep: tuple[int, ...] | None
     nbytes: int
+    text: str
     recipes: dict[str, Recipe] = field(default_factory=dict)
 
 
@@ -131,7 +134,8 @@ class Preparer:
         survey = leaves.survey(item, self._storage, self._stager.places, step)
         plan = plan_save(survey.stored, survey.shards, self._rank)
         nbytes = sum(leaf.nbytes for leaf in plan.tree.leaves)
-        structure = _Structure(replace(survey.flat, leaves=()), plan, survey.keep, nbytes)
+        flat, text = replace(survey.flat, leaves=()), plan.tree.to_json()
+        structure = _Structure(flat, plan, survey.keep, nbytes, text)
         if key is not None:
             while len(self._structures) >= STRUCTURES:
                 del self._structures[next(iter(self._structures))]
@@ -142,6 +146,8 @@ class Preparer:
         self,
         request: SaveRequest,
         *,
+        name: str,
+        old: tuple[str, ...],
         kind: str,
         mode: str,
         since_heartbeat: int,
@@ -149,22 +155,25 @@ class Preparer:
     ) -> pipeline.SaveJob:
         """What is to be done. Raises InvalidOption where the mode cannot be kept strictly.
 
-        The copies are not ordered yet. With `audit_mode` values are read directly, and staged in
+        The copies are not ordered yet. `name` and `old` are as in `SaveJob`. With `audit_mode` values are read directly, and staged in
         that mode besides.
         """
-        trees = [(name, item) for name, item in request.items if isinstance(item, _Tree)]
+        trees = [(label, item) for label, item in request.items if isinstance(item, _Tree)]
         ordering = self._order(request.step, "direct" if audit_mode else mode, trees)
-        staged = dict(zip((name for name, _ in trees), ordering.staged, strict=True))
-        items: list[pipeline.TreeItem | pipeline.StateItem] = []
-        for name, item in request.items:
+        staged = dict(zip((label for label, _ in trees), ordering.staged, strict=True))
+        items: list[TreeItem | StateItem] = []
+        for label, item in request.items:
             if isinstance(item, _Tree):
-                items.append(pipeline.TreeItem(name, item.structure.flat, staged[name]))
+                structure = item.structure
+                items.append(TreeItem(label, structure.flat, staged[label], structure.text))
             else:
-                items.append(pipeline.StateItem(name, item))
+                items.append(StateItem(label, item))
         stored = [item.structure.plan.tree for _, item in trees]
         topology = shardings.topology([tree.shardings for tree in stored])
         return pipeline.SaveJob(
             step=request.step,
+            name=name,
+            old=old,
             kind=kind,
             created=request.created,
             overwrite=request.overwrite,

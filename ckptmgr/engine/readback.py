@@ -20,7 +20,7 @@ import errno
 import itertools
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,6 +71,8 @@ def read_back(
     items: Mapping[str, tuple[StoredTree, Digests]],
     files: Mapping[str, tuple[int, str]],
     *,
+    complete: bool = True,
+    below: Sequence[str] = ("",),
     host_bytes: int = HOST_BYTES,
 ) -> ReadBack:
     """Reads the step in the directory `path` and compares all of it.
@@ -79,11 +81,16 @@ def read_back(
       path: absolute, of a step or of one under way.
       items: item -> its tree, and the digest of every chunk by leaf number and chunk index.
       files: metadata file, as path below the step -> its size and digest.
+      complete: whether `items` names every chunk; else only those it names are read.
+      below: what is dropped from the page cache first, as paths below the step.
       host_bytes: bound of the buffers of chunks under way; a chunk that needs more goes alone.
     """
-    evicted, problems = evict(path)
+    evicted, problems = evict(path, below)
     problems += _file_problems(path, files)
-    parts = [Part(name, f"{path}/{name}", tree, digests) for name, (tree, digests) in items.items()]
+    parts = [
+        Part(name, f"{path}/{name}", tree, digests, complete=complete)
+        for name, (tree, digests) in items.items()
+    ]
     found = check_arrays(parts, host_bytes=host_bytes)
     source = STORAGE if evicted else PAGE_CACHE
     return ReadBack((*problems, *found.problems), found.nbytes, source)
@@ -100,6 +107,7 @@ class Part:
       digests: of every chunk, by leaf number and chunk index.
       strict: whether a chunk without a digest is a problem; else it is only read.
       leaf_digests: of leaves, where they are known.
+      complete: whether `digests` is meant to have every chunk; else the others are left alone.
     """
 
     name: str
@@ -108,6 +116,7 @@ class Part:
     digests: Digests
     strict: bool = True
     leaf_digests: Mapping[int, str] = field(default_factory=dict)
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +277,12 @@ def _check_chunks(item: _Item, window: _Window) -> None:
             if opening is not None:
                 opened.add(unit.leaf)
     # those read by key or without elements; opening the others has compared them
-    rest = (leaf for i, leaf in enumerate(leaves) if leaf.has_array and i not in opened)
+    named = {number for number, _ in item.part.digests}
+    rest = (
+        leaf
+        for i, leaf in enumerate(leaves)
+        if leaf.has_array and i not in opened and (item.part.complete or i in named)
+    )
     _check_metadata(item, rest, window)
 
 
@@ -286,6 +300,8 @@ def _units(item: _Item, window: _Window) -> Iterator[Unit]:
         box = manifest.chunk_box(leaf, index)
         if item.part.digests.get((number, index)) or not item.part.strict:
             yield Unit(number, box, (), (index,))
+        elif not item.part.complete:
+            window.pass_over(box.size * manifest.itemsize(leaf.stored_dtype))
         else:
             window.note(Problem(item.name, f"no digest of box {box} is known", leaf.dotted))
             window.pass_over(box.size * manifest.itemsize(leaf.stored_dtype))
@@ -328,28 +344,30 @@ def _file_problems(path: str, files: Mapping[str, tuple[int, str]]) -> list[Prob
     return problems
 
 
-def evict(path: str) -> tuple[bool, list[Problem]]:
-    """Drops all files below `path` from the page cache.
+def evict(path: str, below: Sequence[str] = ("",)) -> tuple[bool, list[Problem]]:
+    """Drops files below `path` from the page cache: all, or those that `below` leads to.
 
     Returns whether they are known to be gone from it, and files whose writing failed late.
     """
     seen, gone = False, True
     problems = []
-    for base, dirs, names in os.walk(path):
-        gone &= not any(os.path.islink(os.path.join(base, name)) for name in dirs)
-        for file in (os.path.join(base, name) for name in names):
-            if not os.path.isfile(file):
-                continue
-            seen = True
-            try:
-                gone &= _evict_file(file)
-            except OSError as exc:
-                gone = False
-                if exc.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
-                    name = os.path.relpath(file, path)
-                    problems.append(
-                        Problem(name, f"cannot be synced ({exc.strerror})", transient=True)
-                    )
+    for top in (os.path.join(path, name) if name else path for name in below):
+        alone: list[tuple[str, list[str], list[str]]]
+        alone = [(os.path.dirname(top), [], [os.path.basename(top)])]
+        for base, dirs, names in alone if os.path.isfile(top) else os.walk(top):
+            gone &= not any(os.path.islink(os.path.join(base, name)) for name in dirs)
+            for file in (os.path.join(base, name) for name in names):
+                if not os.path.isfile(file):
+                    continue
+                seen = True
+                try:
+                    gone &= _evict_file(file)
+                except OSError as exc:
+                    gone = False
+                    if exc.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+                        name = os.path.relpath(file, path)
+                        text = f"cannot be synced ({exc.strerror})"
+                        problems.append(Problem(name, text, transient=True))
     return seen and gone, problems
 
 

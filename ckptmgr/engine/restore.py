@@ -7,7 +7,7 @@ a leaf larger than that is a wave of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ UNIT_BYTES = 16 * 2**20
 """How much of an array without digests is read at a time."""
 
 
-def make_plan(item: OpenItem, goals: Goals, options: Restore, verify: bool) -> RestorePlan:
+def make_plan(item: OpenItem, goals: Goals, options: Restore) -> RestorePlan:
     """What reading `goals` takes."""
     stored = stored_tree(item)
     wanted = []
@@ -41,21 +41,32 @@ def make_plan(item: OpenItem, goals: Goals, options: Restore, verify: bool) -> R
     return plan.plan_restore(
         stored.leaves,
         wanted,
-        whole_chunks=verify and bool(item.digests),
+        whole_chunks=bool(item.digests),
         unit_bytes=UNIT_BYTES,
         host_bytes=options.host_bytes,
         notes=goals.notes,
     )
 
 
-def read(item: OpenItem, goals: Goals, options: Restore, verify: bool, step: int | None) -> Any:
-    """Reads, verifies and places every goal; returns the tree."""
+def read(
+    item: OpenItem,
+    goals: Goals,
+    options: Restore,
+    verify: bool,
+    step: int | None,
+    ready: Callable[[], None] = lambda: None,
+) -> Any:
+    """Reads, verifies and places every goal; returns the tree.
+
+    Of goals that are spread the devices pass the parts on to each other, which takes all processes:
+    `ready` returns when all have read theirs.
+    """
     stored = stored_tree(item)
-    reads = make_plan(item, goals, options, verify)
+    reads = make_plan(item, goals, options)
     units: dict[int, list[plan.Unit]] = {}
     for unit in reads.units:
         units.setdefault(unit.leaf, []).append(unit)
-    reader = Reader(step, stored, item.path, item.digests if verify else {})
+    reader = Reader(step, stored, item.path, item.digests, compare=verify)
     results: list[Any] = [None] * len(goals.goals)
     moving: list[Any] = []
     misfits: dict[str, str] = {}
@@ -78,11 +89,24 @@ def read(item: OpenItem, goals: Goals, options: Restore, verify: bool, step: int
             results[i] = value
     if misfits:
         raise TreeMismatch(f"step {step}", len(stored.leaves), differing=misfits)
+    _broadcast(goals.goals, results, ready)
     for i, goal in enumerate(goals.goals):
         if goal.wish is None:
             value = stored.leaves[goal.leaf].value
             results[i] = int(value or 0) if goal.kind == "python" else value
     return goals.build(results)
+
+
+def _broadcast(goals: Sequence[Goal], results: list[Any], ready: Callable[[], None]) -> None:
+    """Replaces what was read in parts by the arrays as their goals want them."""
+    numbers = [i for i, goal in enumerate(goals) if goal.spread is not None]
+    if not numbers:
+        return
+    ready()
+    places = [goals[i].sharding for i in numbers]
+    whole = jax.jit(lambda parts: parts, out_shardings=places)([results[i] for i in numbers])
+    for i, array in zip(numbers, whole, strict=True):
+        results[i] = array
 
 
 def _waves(goals: Sequence[Goal], stored: StoredTree, host_bytes: int) -> Iterator[list[int]]:
@@ -190,7 +214,7 @@ def _device_result(goal: Goal, leaf: StoredLeaf, put: Iterator[jax.Array]) -> ja
     assert goal.wish is not None
     if goal.wish.devices:
         shards = [next(put) for _ in goal.wish.devices]
-        sharding = physical(goal.sharding, leaf)
+        sharding = goal.spread or physical(goal.sharding, leaf)
         array: jax.Array = jax.make_array_from_single_device_arrays(
             leaf.stored_shape, sharding, shards
         )

@@ -50,13 +50,11 @@ class Places:
     """Where the shards of one (sharding, shape) lie.
 
     Attributes:
-      shards: every distinct box with the process that writes it.
-      positions: for this process, the distinct boxes' positions among the addressable shards.
+      shards: every distinct box with the processes that hold it.
       replicated: whether some box lies on more than one device of this process.
     """
 
     shards: tuple[Shard, ...]
-    positions: tuple[int, ...]
     replicated: bool
 
 
@@ -65,29 +63,44 @@ class PlacesCache:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, Shape], Places] = {}
+        self._holders: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def __call__(self, array: jax.Array) -> Places:
         key = (array.sharding, array.shape)
         if key not in self._known:
-            self._known[key] = _places(array)
+            self._known[key] = self._places(array)
         return self._known[key]
 
+    def _places(self, array: jax.Array) -> Places:
+        sharding, shape = array.sharding, array.shape
+        position: dict[Box, int] = {}
+        local: dict[Any, Any] = dict(sharding.addressable_devices_indices_map(shape))
+        for k, index in enumerate(local.values()):
+            position.setdefault(boxes.from_index(index, shape), k)
+        if is_own(array):
+            shards = tuple(Shard(box, (0,), k, True) for box, k in position.items())
+            return Places(shards, len(position) < len(local))
+        holders: dict[Box, set[int]] = {}
+        every: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
+        for device, index in every.items():
+            holders.setdefault(boxes.from_index(index, shape), set()).add(device.process_index)
+        shards = tuple(
+            Shard(box, self._one(tuple(sorted(found))), position.get(box, -1))
+            for box, found in holders.items()
+        )
+        return Places(shards, len(position) < len(local))
 
-def _places(array: jax.Array) -> Places:
-    sharding, shape = array.sharding, array.shape
-    me = jax.process_index()
-    owner: dict[Box, int] = {}
-    every: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
-    for device, index in every.items():
-        box = boxes.from_index(index, shape)
-        owner[box] = min(owner.get(box, device.process_index), device.process_index)
-    position: dict[Box, int] = {}
-    local: dict[Any, Any] = dict(sharding.addressable_devices_indices_map(shape))
-    for k, index in enumerate(local.values()):
-        position.setdefault(boxes.from_index(index, shape), k)
-    shards = tuple(Shard(box, who, position.get(box, -1)) for box, who in owner.items())
-    mine = tuple(position[shard.box] for shard in shards if shard.process == me)
-    return Places(shards, mine, len(position) < len(local))
+    def _one(self, holders: tuple[int, ...]) -> tuple[int, ...]:
+        """One object for equal sets of holders, which are compared often."""
+        return self._holders.setdefault(holders, holders)
+
+
+def is_own(array: jax.Array) -> bool:
+    """Whether each process of the job has such an array of its own, on its own devices.
+
+    JAX gives no sign whether those are the same: the save compares them.
+    """
+    return jax.process_count() > 1 and array.is_fully_addressable
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,42 @@ def wish(sharding: jax.sharding.Sharding, shape: Shape) -> Wish:
         devices.append((device, numbers.setdefault(box, len(numbers))))
     found = tuple(numbers)
     return Wish(found, tuple(devices), sum(found[number].size for _, number in devices))
+
+
+def spread(sharding: Any, shape: Shape) -> NamedSharding | str:
+    """The same mesh with every box cut among the devices that would hold copies of it.
+
+    Where that is not possible, why. The same on every process.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return "its sharding has no mesh"
+    mesh = sharding.mesh
+    spec = [_axes(part) or [] for part in sharding.spec]
+    spec += [[] for _ in range(len(shape) - len(spec))]
+    used = {axis for axes in spec for axis in axes}
+    if all(axis in used or size == 1 for axis, size in mesh.shape.items()):
+        return "no two devices hold the same of it"
+    for axis, size in mesh.shape.items():
+        if axis in used or size == 1:
+            continue
+        parts = [math.prod(mesh.shape[name] for name in axes) * size for axes in spec]
+        d = next((d for d, n in enumerate(parts) if shape[d] % n == 0), None)
+        if d is None:
+            return f"no dimension of it is divided by mesh axis {axis!r} of size {size}"
+        spec[d].append(axis)
+    cut = PartitionSpec(*(tuple(axes) if axes else None for axes in spec))
+    return NamedSharding(mesh, cut, memory_kind=sharding.memory_kind)
+
+
+def needs_of_first(sharding: jax.sharding.Sharding, shape: Shape) -> set[Box]:
+    """The boxes that the first process of a sharding needs: the same answer on every process."""
+    every: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
+    first = min(device.process_index for device in every)
+    return {
+        boxes.from_index(index, shape)
+        for device, index in every.items()
+        if device.process_index == first
+    }
 
 
 def on_mesh(

@@ -6,6 +6,7 @@ wrote are opened by `ckptmgr.engine.foreign`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ class OpenItem:
       name: its name.
       path: its absolute directory.
       tree: the stored tree, None for the state of an iterator and the like.
-      state: the decoded state where `tree` is None.
+      states: where `tree` is None the decoded state of each process that saved it.
       digests: (leaf, chunk index) -> xxh3-128, as recorded.
       receipts: what each process wrote of it.
       unreadable: why nothing of a foreign item can be read, else "".
@@ -37,7 +38,7 @@ class OpenItem:
     name: str
     path: str
     tree: StoredTree | None
-    state: Any = None
+    states: tuple[Any, ...] = ()
     digests: Digests = field(default_factory=dict)
     receipts: tuple[Receipt, ...] = ()
     unreadable: str = ""
@@ -136,10 +137,12 @@ def open_item(store: Store, name: str, kind: str, texts: Mapping[str, bytes]) ->
     """One item out of its checked metadata files. Raises FormatError."""
     path = store.path(name)
     if kind == "state":
-        text = texts.get(layout.state_file(name, 0))
-        if text is None:
+        found = map(texts.get, (layout.state_file(name, process) for process in itertools.count()))
+        given = itertools.takewhile(lambda text: text is not None, found)
+        states = tuple(values.decode(json.loads(text)) for text in given if text is not None)
+        if not states:
             raise FormatError("its state is not in the manifest's list of files")
-        return OpenItem(name, path, None, values.decode(json.loads(text)))
+        return OpenItem(name, path, None, states)
     text = texts.get(layout.tree_file(name))
     if text is None:
         raise FormatError("its tree is not in the manifest's list of files")
@@ -148,7 +151,7 @@ def open_item(store: Store, name: str, kind: str, texts: Mapping[str, bytes]) ->
         (chunk.leaf, chunk.index): chunk.digest for receipt in receipts for chunk in receipt.chunks
     }
     tree = StoredTree.from_json(text)
-    return OpenItem(name, path, tree, None, digests, receipts)
+    return OpenItem(name, path, tree, (), digests, receipts)
 
 
 def receipts_of(item: str, texts: Mapping[str, bytes]) -> list[Receipt]:

@@ -12,7 +12,8 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -214,18 +215,25 @@ class Store:
         """The absolute path of a directory that TensorStore is about to write into."""
         return self.path(name)
 
-    def sync_tree(self, name: str) -> dict[str, int]:
+    def sync_tree(
+        self, name: str, skip: Callable[[str], bool] = lambda path: False
+    ) -> dict[str, int]:
         """Syncs every file, then every directory bottom up; returns the files' sizes.
 
-        The keys are paths relative to `name`.
+        The keys are paths relative to `name`. What `skip` says of such a path is left alone: a
+        directory with all that is in it, a file but for its size.
         """
         sizes: dict[str, int] = {}
         top = self.path(name)
         with _told("cannot sync", top):
-            for base, _, files in os.walk(top, topdown=False):
+            for base, files in reversed(_walk(top, skip)):
                 for file in files:
                     path = os.path.join(base, file)
-                    sizes[os.path.relpath(path, top)] = _sync(path, self.durable)
+                    below = os.path.relpath(path, top)
+                    if skip(below):
+                        sizes[below] = os.stat(path).st_size
+                    else:
+                        sizes[below] = _sync(path, self.durable)
                 _sync(base, self.durable)
         return sizes
 
@@ -234,15 +242,22 @@ class Store:
         with _told("cannot sync", self.path(name)):
             _sync(self.path(name), self.durable)
 
-    def sizes(self, name: str) -> dict[str, int]:
-        """Sizes of all files below a directory, keys relative to it."""
+    def sizes(self, name: str, skip: Callable[[str], bool] = lambda path: False) -> dict[str, int]:
+        """Sizes of all files below a directory, keys relative to it; without what `skip` says."""
         top = self.path(name)
-        found = {}
-        for base, _, files in os.walk(top):
-            for file in files:
-                path = os.path.join(base, file)
-                found[os.path.relpath(path, top)] = os.stat(path).st_size
-        return found
+        paths = (os.path.join(base, file) for base, files in _walk(top, skip) for file in files)
+        below = ((path, os.path.relpath(path, top)) for path in paths)
+        return {name: os.stat(path).st_size for path, name in below if not skip(name)}
+
+    def appears(self, name: str, seconds: float) -> bool:
+        """Whether something is there, or comes in time: a file system that several machines share
+        may show a moment later what another has made."""
+        until = time.monotonic() + seconds
+        while not self.exists(name):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK_AGAIN_SECONDS)
+        return True
 
     def check_usable(self, create: bool) -> None:
         """Raises, naming the path, unless the root is a directory we can write (if `create`)."""
@@ -253,6 +268,18 @@ class Store:
             raise StoreError(f"{self.root} {state}")
         if create and not os.access(self.root, os.W_OK | os.X_OK):
             raise StoreError(f"cannot write in {self.root} (check the permissions)")
+
+
+_LOOK_AGAIN_SECONDS = 0.05
+
+
+def _walk(top: str, skip: Callable[[str], bool]) -> list[tuple[str, list[str]]]:
+    """Every directory with its files, parents first, without those that `skip` says."""
+    found = []
+    for base, dirs, files in os.walk(top):
+        dirs[:] = [name for name in dirs if not skip(os.path.relpath(f"{base}/{name}", top))]
+        found.append((base, files))
+    return found
 
 
 def _make_writable(directory: str) -> None:

@@ -187,8 +187,8 @@ class FaultyStore(Store):
     def arrays(self, name: str) -> str:
         return str(self._do("arrays", name))
 
-    def sync_tree(self, name: str) -> dict[str, int]:
-        found: dict[str, int] = self._do("sync_tree", name)
+    def sync_tree(self, name: str, skip: Callable[[str], bool] | None = None) -> dict[str, int]:
+        found: dict[str, int] = self._do("sync_tree", name, *([skip] if skip else []))
         return found
 
     def sync_path(self, name: str) -> None:
@@ -211,8 +211,11 @@ class FaultyStore(Store):
     def exists(self, name: str) -> bool:
         return self.inner.exists(name)
 
-    def sizes(self, name: str) -> dict[str, int]:
-        return self.inner.sizes(name)
+    def sizes(self, name: str, skip: Callable[[str], bool] = lambda path: False) -> dict[str, int]:
+        return self.inner.sizes(name, skip)
+
+    def appears(self, name: str, seconds: float) -> bool:
+        return self.inner.appears(name, seconds)
 
     def check_usable(self, create: bool) -> None:
         self.inner.check_usable(create)

@@ -137,7 +137,7 @@ def several(tmp_path):
         def set_state(self, state):
             pass
 
-    first = {**big_leaves(), "little": ramp(300, 2, start=7)}
+    first = {**big_leaves(), "little": -ramp(300, 2, start=7)}
     second = {"other": ramp(500, 400, start=5), "n": 3}
     items = ckptmgr.Items(first=first, second=second, data=Iterator())
     step = save(tmp_path, items, chunk_bytes=30_000)
@@ -173,7 +173,7 @@ def flip(step, item, data, at):
 @pytest.mark.parametrize("name", ["one", "many", "little"])
 def test_a_flipped_byte_names_leaf_and_box_and_the_rest_is_still_compared(name, where, several):
     step, known = several
-    value = {**big_leaves(), "little": ramp(300, 2, start=7)}[name]
+    value = {**big_leaves(), "little": -ramp(300, 2, start=7)}[name]
     _, leaf = leaf_of(known, "first", name)
     last = list(boxes.tiles(boxes.whole(leaf.stored_shape), leaf.chunk))[-1]
     chunk = np.ascontiguousarray(value[last.slices]).tobytes()
@@ -197,7 +197,7 @@ def test_every_damaged_chunk_is_named_in_whatever_item_it_is(several):
     assert len(tiles) > 3
     for box in tiles[1:3]:
         flip(step, "first", big_leaves()["many"][box.slices].tobytes(), 100)
-    flip(step, "first", ramp(300, 2, start=7).tobytes(), 5)
+    flip(step, "first", -ramp(300, 2, start=7).tobytes(), 5)
     flip(step, "second", ramp(500, 400, start=5).tobytes()[:400], 0)
     found = read(step, known)
     assert named(found) == {("first", "many"), ("first", "little"), ("second", "other")}

@@ -152,7 +152,7 @@ def shards_of(cut: Cut) -> list[Shard]:
     found = []
     for box, owner in zip(cut.boxes, cut.owners, strict=True):
         numbers[owner] = numbers.get(owner, -1) + 1
-        found.append(Shard(box, owner, numbers[owner]))
+        found.append(Shard(box, (owner,), numbers[owner]))
     return found
 
 
@@ -164,7 +164,7 @@ def test_the_parts_of_all_processes_tile_the_array_and_each_writes_what_it_owns(
     count = np.zeros(cut.shape, int)
     nbytes = 0
     for process in set(cut.owners):
-        mine = {(s.position, s.box) for s in shards if s.process == process}
+        mine = {(s.position, s.box) for s in shards if s.holders == (process,)}
         made = plan.plan_save(StoredTree((leaf,), 0), [shards], process)
         nbytes += made.nbytes
         for part in made.parts:

@@ -18,7 +18,7 @@ LAYERS = [
     ("sinks",),
     ("engine",),
     ("reading", "saving"),
-    ("checking",),
+    ("checking", "restoring"),
     ("manager",),
     ("__init__",),
     ("orbax", "testing"),

@@ -19,18 +19,18 @@ LOW, HIGH = Box((0,), (4,)), Box((4,), (8,))
 
 
 def test_a_shard_of_whole_chunks_is_written_as_it_lies():
-    made = plan_save(tree(leaf((8,), (2,))), [[Shard(LOW, 0, 1), Shard(HIGH, 0, 0)]], 0)
+    made = plan_save(tree(leaf((8,), (2,))), [[Shard(LOW, (0,), 1), Shard(HIGH, (0,), 0)]], 0)
     assert made.parts == (Part(0, LOW, ((1, LOW),)), Part(0, HIGH, ((0, HIGH),)))
     assert made.nbytes == 32
 
 
 def test_shards_smaller_than_a_chunk_are_gathered():
-    made = plan_save(tree(leaf((8,), (8,))), [[Shard(LOW, 0, 0), Shard(HIGH, 0, 1)]], 0)
+    made = plan_save(tree(leaf((8,), (8,))), [[Shard(LOW, (0,), 0), Shard(HIGH, (0,), 1)]], 0)
     assert made.parts == (Part(0, Box((0,), (8,)), ((0, LOW), (1, HIGH))),)
 
 
 def test_each_process_keeps_its_own_part_of_the_same_plan():
-    shards = [[Shard(LOW, 0, 0), Shard(HIGH, 1, 0)]]
+    shards = [[Shard(LOW, (0,), 0), Shard(HIGH, (1,), 0)]]
     stored = tree(leaf((8,), (4,)))
     made = [plan_save(stored, shards, process) for process in range(3)]
     assert [plan.parts for plan in made] == [
@@ -45,7 +45,7 @@ def test_each_process_keeps_its_own_part_of_the_same_plan():
 def test_parts_carry_the_number_of_their_leaf_and_skip_leaves_without_an_array():
     stored = tree(StoredLeaf(("s",), "string", value="x"), leaf((), (), "n"), leaf((0,), (1,), "z"))
     scalar = Box((), ())
-    made = plan_save(stored, [[], [Shard(scalar, 0, 0)], [Shard(Box((0,), (0,)), 0, 0)]], 0)
+    made = plan_save(stored, [[], [Shard(scalar, (0,), 0)], [Shard(Box((0,), (0,)), (0,), 0)]], 0)
     assert made.parts == (Part(1, scalar, ((0, scalar),)),)
     assert made.nbytes == 4
 
@@ -62,7 +62,7 @@ def test_parts_carry_the_number_of_their_leaf_and_skip_leaves_without_an_array()
 )
 def test_wrong_geometry_is_refused_naming_leaf_and_box(shards, message):
     with pytest.raises(ValueError, match=message):
-        plan_save(tree(leaf((8,), (4,))), [[Shard(box, 0, 0) for box in shards]], 0)
+        plan_save(tree(leaf((8,), (4,))), [[Shard(box, (0,), 0) for box in shards]], 0)
 
 
 def test_a_scalar_that_nobody_writes_is_refused():
@@ -73,11 +73,11 @@ def test_a_scalar_that_nobody_writes_is_refused():
 def test_wrong_geometry_of_one_process_is_refused_by_all():
     for process in range(2):
         with pytest.raises(ValueError, match="leaf 'params.w'"):
-            plan_save(tree(leaf((8,), (4,))), [[Shard(LOW, 0, 0)]], process)
+            plan_save(tree(leaf((8,), (4,))), [[Shard(LOW, (0,), 0)]], process)
 
 
 def test_the_second_leaf_of_a_shape_is_checked_with_its_own_shards():
-    good, bad = [Shard(LOW, 0, 0), Shard(HIGH, 0, 1)], [Shard(LOW, 0, 0)]
+    good, bad = [Shard(LOW, (0,), 0), Shard(HIGH, (0,), 1)], [Shard(LOW, (0,), 0)]
     with pytest.raises(ValueError, match="leaf 'b'"):
         plan_save(tree(leaf((8,), (4,), "a"), leaf((8,), (4,), "b")), [good, bad], 0)
 
@@ -137,7 +137,7 @@ def test_the_notes_of_a_plan_are_kept():
 
 
 def test_leaves_that_share_their_shards_are_cut_by_their_own_chunks():
-    shared = [Shard(LOW, 0, 0), Shard(HIGH, 0, 1)]
+    shared = [Shard(LOW, (0,), 0), Shard(HIGH, (0,), 1)]
     leaves = leaf((8,), (8,), "a"), leaf((8,), (4,), "b"), leaf((8,), (8,), "c", "int8")
     made = plan_save(tree(*leaves), [shared] * 3, 0)
     gathered = Box((0,), (8,)), ((0, LOW), (1, HIGH))
