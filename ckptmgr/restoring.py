@@ -30,7 +30,7 @@ class _Outcome:
 
     Attributes:
       transient: whether that may be the storage's mood rather than damage.
-      gone: whether it was deleted while it was read.
+      gone: whether it is not there: it was deleted meanwhile, or this process does not see it.
     """
 
     bad: str = ""
@@ -44,12 +44,14 @@ class _Outcome:
 def _worst(payloads: Sequence[bytes]) -> bytes:
     """What the outcomes of all processes come to."""
     found = [_Outcome(*json.loads(payload)) for payload in payloads]
+    if found[0].gone:
+        return _Outcome(gone=True).to_json()
     texts = [(rank, outcome.bad) for rank, outcome in enumerate(found) if outcome.bad]
     if len(found) > 1:
         bad = "; ".join(f"process {rank}: {text}" for rank, text in texts[:3])
     else:
         bad = "; ".join(text for _, text in texts)
-    return _Outcome(bad, any(o.transient for o in found), any(o.gone for o in found)).to_json()
+    return _Outcome(bad, any(outcome.transient for outcome in found)).to_json()
 
 
 class Restores:
@@ -177,7 +179,7 @@ class Restores:
         problems: list[Problem] = []
         tried: set[int] = set()
         for turn in itertools.count():
-            step = self._next(f"{name}/{turn}/step", tried, skipped, problems)
+            step, damaged = self._next(f"{name}/{turn}/step", tried, skipped, problems)
             if step is None:
                 break
             tried.add(step)
@@ -190,15 +192,15 @@ class Restores:
                 logger.warning("passed over: %s", outcome.bad)
                 if not outcome.transient:
                     self._put_aside(step, outcome.bad)
-        if skipped and not all(reading.is_no_step(entry) for entry in self._catalog.entries()):
+        if damaged:
             raise CorruptCheckpoint(skipped[0].step, problems)
         return None
 
     def _next(
         self, phase: str, tried: set[int], skipped: list[Skipped], problems: list[Problem]
-    ) -> int | None:
+    ) -> tuple[int | None, bool]:
         """The newest step that was not tried yet, as process 0 sees it; those that it cannot use
-        are passed over."""
+        are passed over. None where none is left, and whether any of those tried was a step."""
 
         def choose() -> bytes:
             over: list[tuple[int, str]] = []
@@ -209,19 +211,22 @@ class Restores:
                 if problem is None and entry.suspect:
                     problem = Problem("", reading.why_suspect(entry), transient=True)
                 if problem is None:
-                    return json.dumps([entry.step, over]).encode()
+                    return json.dumps([entry.step, False, over]).encode()
                 problems.append(problem)
                 over.append((entry.step, str(CorruptCheckpoint(entry.step, [problem]))))
-            return json.dumps([None, over]).encode()
+            passed = bool(skipped or over)
+            real = (not reading.is_no_step(entry) for entry in self._catalog.entries())
+            return json.dumps([None, passed and any(real), over]).encode()
 
-        step, over = json.loads(self._coordinator.lead(phase, choose, self._tools.deadline))
+        answer = self._coordinator.lead(phase, choose, self._tools.deadline)
+        step, damaged, over = json.loads(answer)
         for number, reason in over:
             tried.add(number)
             skipped.append(Skipped(number, reason))
             logger.warning("passed over: %s", reason)
             if self._coordinator.rank:
                 problems.append(Problem("", reason))
-        return None if step is None else int(step)
+        return step, damaged
 
     def _try(
         self, phase: str, step: int, like: Any, problems: list[Problem]
@@ -235,16 +240,16 @@ class Restores:
                 mine = _Outcome()
             except PeerFailed:
                 mine = _Outcome()  # what went wrong elsewhere is told next
-            except StepNotFound:
+            except StepNotFound as exc:
                 if self._catalog.entry(step) is not None:
                     raise
-                mine = _Outcome(gone=True)
+                mine = _Outcome(str(exc), transient=True, gone=True)
             except CorruptCheckpoint as exc:
                 problems += exc.problems
                 mine = _Outcome(str(exc), any(problem.transient for problem in exc.problems))
             answer = self._coordinator.exchange(phase, mine.to_json(), self._tools.deadline, _worst)
         outcome = _Outcome(*json.loads(answer))
-        if outcome.bad and not mine.bad:
+        if outcome.bad and (mine.gone or not mine.bad):
             problems.append(Problem("", outcome.bad, transient=outcome.transient))
         return state, outcome
 

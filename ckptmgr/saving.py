@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptmgr.core import cadence, layout
-from ckptmgr.engine import pipeline, worker
+from ckptmgr.engine import memory, pipeline, worker
 from ckptmgr.engine.coord import telling
 from ckptmgr.engine.preemption import PreemptionWatch
 from ckptmgr.engine.prepare import Preparer, SaveRequest
@@ -225,6 +225,7 @@ class Saves:
         """On the save's own thread."""
         pipeline.finish_save(job, self._tools, handle, before)
         self._stager.learn()
+        memory.give_back_freed()
 
     def _job(self, request: SaveRequest, name: str, kind: str) -> pipeline.SaveJob:
         mode = self._options.snapshot.mode

@@ -218,6 +218,7 @@ class Together:
                     raise _read(note)
                 if left <= LOOK_SECONDS or waiting.is_due():
                     self._fetch(phase, missing, found)
+                    missing -= found.keys()
                     if missing and left <= LOOK_SECONDS:
                         raise self.failed(phase, PeerFailed(phase, {}, tuple(missing)))
                     waiting.tell(missing)
@@ -226,8 +227,8 @@ class Together:
             missing -= found.keys()
         return [found[rank] for rank in range(1, self.world)]
 
-    def _fetch(self, phase: str, ranks: set[int], found: dict[int, bytes]) -> None:
-        """Moves what is there of `ranks` to `found`."""
+    def _fetch(self, phase: str, ranks: Collection[int], found: dict[int, bytes]) -> None:
+        """Adds what is there of `ranks`, and of others in their buckets, to `found`."""
         for bucket in {rank // BUCKET for rank in ranks}:
             try:
                 notes = self._board.all(self._bucket(phase, bucket))
@@ -235,7 +236,6 @@ class Together:
                 raise PeerFailed(phase, {}, (0,)) from exc
             for key, value in notes.items():
                 found[int(key.rpartition("/")[2])] = value
-        ranks -= found.keys()
 
     def _hear(self, phase: str, deadline_seconds: float) -> bytes:
         """The answer of process 0, for all others."""

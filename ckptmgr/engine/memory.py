@@ -11,6 +11,7 @@ and the oldest go when room is needed.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -102,3 +103,15 @@ class HostMemory:
             else:
                 del self._buffers[kind]
         return self._in_use + nbytes <= self._limit
+
+
+def give_back_freed() -> None:
+    """Returns to the system what the C library keeps of memory that was freed.
+
+    A save allocates on many threads, and glibc keeps a heap for each: 3,000 leaves made a process
+    grow from 0.8 to 1.7 GiB in 25 saves, all but 0.7 GiB of it free. This takes 2 to 40 ms, on the
+    thread of the save.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -197,7 +197,7 @@ def test_every_damaged_chunk_is_named_in_whatever_item_it_is(several):
     assert len(tiles) > 3
     for box in tiles[1:3]:
         flip(step, "first", big_leaves()["many"][box.slices].tobytes(), 100)
-    flip(step, "first", -ramp(300, 2, start=7).tobytes(), 5)
+    flip(step, "first", (-ramp(300, 2, start=7)).tobytes(), 5)
     flip(step, "second", ramp(500, 400, start=5).tobytes()[:400], 0)
     found = read(step, known)
     assert named(found) == {("first", "many"), ("first", "little"), ("second", "other")}
