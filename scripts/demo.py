@@ -6,6 +6,8 @@
 4. It resumes on the same mesh: its losses must be the reference's, bit for bit.
 5. It goes on, on another mesh with fewer devices: its losses must follow the reference's.
 6. Its last checkpoint is opened on a third mesh and evaluated.
+7. A job of two processes is killed in the middle of a save, one process of it first; one process
+   goes on alone, and then four together.
 
 The exit status is 0 only if every check holds.
 """
@@ -16,6 +18,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +26,7 @@ import time
 from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parent
-MESH, NEW_MESH, EVALUATION_MESH = "4x2", "2x1", "1x4"
+MESH, NEW_MESH, EVALUATION_MESH, JOB_MESH = "4x2", "2x1", "1x4", "2x2"
 RESUMED_STEPS, STEPS = 40, 60
 KILL_AFTER = 15  # kill in the first save that is seen once this step is committed
 NEVER = "--config.checkpoint.schedule.every_steps=1000000"
@@ -70,6 +73,34 @@ class Demo:
             finally:
                 run.kill()
 
+    def start_job(self, name: str, checkpoints: str, processes: int, *flags: str) -> list:
+        """Starts scripts/train.py in so many processes of one job."""
+        port = free_port()
+        return [
+            subprocess.Popen(
+                [
+                    *self._command(name, checkpoints, *flags),
+                    f"--coordinator=localhost:{port}",
+                    f"--processes={processes}",
+                    f"--process={number}",
+                ],
+                env=self.environment,
+                stderr=subprocess.DEVNULL if number else None,
+            )
+            for number in range(processes)
+        ]
+
+    def train_together(self, name: str, checkpoints: str, processes: int, *flags: str) -> dict:
+        """Runs a job to its end and returns the summary of its first process."""
+        runs = self.start_job(name, checkpoints, processes, *flags)
+        try:
+            for run in runs:
+                if run.wait(TIMEOUT_SECONDS):
+                    raise Failed(f"a process of {name} ended with status {run.returncode}")
+        finally:
+            kill(runs)
+        return json.loads((self.root / f"{name}.json").read_text())
+
     def evaluate(self, checkpoints: str, mesh: str) -> float:
         """Runs scripts/restore_new_mesh.py and returns the held-out loss that it prints."""
         run = subprocess.run(
@@ -98,6 +129,18 @@ class Demo:
             f"--losses={self.root / name}.jsonl",
             f"--summary={self.root / name}.json",
         ]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def kill(runs: list[subprocess.Popen]) -> None:
+    for run in runs:
+        run.kill()
+        run.wait()
 
 
 def committed(checkpoints: Path) -> int:
@@ -165,6 +208,29 @@ def change_the_mesh(demo: Demo, reference: dict[int, float]) -> None:
     demo.check(off < TOLERANCE, f"the loss is that of mesh {NEW_MESH}, {off:.1e} away")
 
 
+def several_processes(demo: Demo, reference: dict[int, float]) -> None:
+    heading(f"7. two processes on mesh {JOB_MESH}, killed in the middle of a save")
+    runs = demo.start_job("job", "job", 2, f"--mesh={JOB_MESH}", f"--steps={STEPS}")
+    try:
+        torn = kill_in_a_save(runs[0], demo.root / "job")
+    finally:
+        kill(runs)
+    newest = committed(demo.root / "job")
+    demo.check(newest < torn, f"step {torn} is not taken for a step; the newest is {newest}")
+    flags = (f"--mesh={JOB_MESH}", f"--steps={RESUMED_STEPS}")
+    start = demo.train("one_process", *flags, checkpoints="job")["start"]
+    demo.check(start == newest, f"one process went on from step {start}")
+    flags = (f"--mesh={JOB_MESH}", f"--steps={STEPS}")
+    start = demo.train_together("four_processes", "job", 4, *flags)["start"]
+    demo.check(start == RESUMED_STEPS, f"four processes went on from step {start}")
+    losses = {}
+    for name in ("job", "one_process", "four_processes"):
+        losses |= demo.losses(name)
+    off = max(abs(loss - reference[step]) for step, loss in losses.items())
+    whole = len(losses) == STEPS and off < TOLERANCE
+    demo.check(whole, f"losses 1 to {STEPS} follow the reference's, at most {off:.1e} away")
+
+
 def print_table(without: dict, saving: dict) -> None:
     print(f"\n{'in milliseconds':<28}{'without saving':>16}{'saving':>12}")
     for label, key in [("a step, median", "step_median"), ("a step, mean", "step_mean")]:
@@ -202,6 +268,7 @@ def run_demo(root: Path, keep: bool) -> bool:
     demo.check(reference == demo.losses("no_saving"), "saving changes no loss, not by one bit")
     crash_and_resume(demo, reference)
     change_the_mesh(demo, reference)
+    several_processes(demo, reference)
     print_table(without, saving)
     print_where_to_look(root, kept=keep or demo.failures > 0)
     outcome = f"{demo.failures} checks FAILED" if demo.failures else "all checks hold"

@@ -16,9 +16,12 @@ SECONDS_BETWEEN_LINES = 1.0  # where the output is no terminal
 
 
 class RunLog:
-    def __init__(self, steps: int, losses: str | None):
+    """`quiet`: of a process other than the first, which writes and prints nothing."""
+
+    def __init__(self, steps: int, losses: str | None, quiet: bool = False):
         self._steps = steps
-        self._losses = losses
+        self._quiet = quiet
+        self._losses = None if quiet else losses
         self._start = 0
         self._save_called: dict[int, float] = {}  # by step
         self._last_committed: int | None = None
@@ -32,7 +35,8 @@ class RunLog:
         """The step of the checkpoint that the run continues, 0 for a new run."""
         self._start = step
         self._last_committed = step or None
-        print(f"resumed from step {step}" if step else "a new run", flush=True)
+        if not self._quiet:
+            print(f"resumed from step {step}" if step else "a new run", flush=True)
         self._step_ended = time.perf_counter()
 
     @contextmanager
@@ -57,7 +61,7 @@ class RunLog:
 
     def _progress(self, step: int, loss: float, in_flight: int) -> None:
         terminal, last = sys.stdout.isatty(), step == self._steps
-        if not (terminal or last) and self._step_ended < self._line_due:
+        if self._quiet or (not (terminal or last) and self._step_ended < self._line_due):
             return
         self._line_due = self._step_ended + SECONDS_BETWEEN_LINES
         line = (

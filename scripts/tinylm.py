@@ -18,13 +18,13 @@ from ml_collections import ConfigDict
 AXES = ("data", "model")  # batches are split over the first, weights over the second
 
 
-def make_mesh(axes: dict[str, int]) -> Mesh:
-    """A mesh of the first devices; on a CPU as many virtual devices are made as it needs.
+def make_mesh(axes: dict[str, int], processes: int = 1) -> Mesh:
+    """A mesh of the first devices; on a CPU each process makes as many virtual ones as it needs.
 
     Call it before anything else that uses a device: the number of virtual devices is then fixed.
     """
     count = int(np.prod(list(axes.values())))
-    jax.config.update("jax_num_cpu_devices", count)
+    jax.config.update("jax_num_cpu_devices", count // processes)
     devices = jax.devices()
     if len(devices) < count:
         raise ValueError(f"a mesh of {axes} needs {count} devices, there are {len(devices)}")
@@ -137,15 +137,16 @@ def build(config: ConfigDict, mesh: Mesh) -> Job:
         jax.eval_shape(init),
         shardings,
     )
+    jitted = jax.jit(
+        step,
+        in_shardings=(shardings, _by_batch(mesh)),
+        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+        donate_argnums=0,
+    )
     return Job(
         abstract=abstract,
         init=jax.jit(init, out_shardings=shardings),
-        step=jax.jit(
-            step,
-            in_shardings=(shardings, _by_batch(mesh)),
-            out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
-            donate_argnums=0,
-        ),
+        step=lambda state, batch: jitted(state, _placed(batch, mesh)),
     )
 
 
@@ -155,9 +156,14 @@ def held_out_loss(
     """The loss on text that was not trained on: the mean over the first batches of it."""
     loss = jax.jit(partial(loss_of, TinyLM(**config.model)))
     first = itertools.islice(batches, config.data.held_out_batches)
-    losses = [loss(params, jax.device_put(batch, _by_batch(mesh))) for batch in first]
+    losses = [loss(params, _placed(batch, mesh)) for batch in first]
     return float(np.mean(losses))
 
 
 def _by_batch(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def _placed(batch: np.ndarray, mesh: Mesh) -> jax.Array:
+    """The batch on the mesh; each process gives the part that its devices need."""
+    return jax.make_array_from_callback(batch.shape, _by_batch(mesh), lambda index: batch[index])
