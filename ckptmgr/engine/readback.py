@@ -15,12 +15,12 @@ the step meanwhile.
 from __future__ import annotations
 
 import collections
-import ctypes
+import contextlib
 import errno
 import itertools
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,7 @@ from ckptmgr.core.leafdigest import ZERO, Sums, add, finish
 from ckptmgr.core.manifest import StoredLeaf, StoredTree
 from ckptmgr.core.plan import Unit
 from ckptmgr.engine import leafdigest
+from ckptmgr.engine.pagecache import evict
 from ckptmgr.engine.reader import Asked, Digests, Opening, Reader
 from ckptmgr.engine.store import Store
 from ckptmgr.errors import CorruptCheckpoint, Problem, StoreError
@@ -43,6 +44,9 @@ BEGUN = 512
 
 LEAST_BYTES = 4096
 """What a chunk under way counts for at least."""
+
+SMALL_BYTES = 2**20
+"""Up to this size a chunk is compared where it is waited for."""
 
 HOST_BYTES = 128 * 2**20
 """Bound of the buffers of chunks under way."""
@@ -145,16 +149,17 @@ def check_arrays(
 
     `progress` is told array bytes: nothing at first and everything last, damaged or not.
     """
-    window = _Window(host_bytes, progress, leaf_digests)
     items = [
         _Item(part, Reader(None, part.tree, part.path, part.digests))
         for part in parts
         if part.tree.has_arrays
     ]
-    window.expect(sum(leaf.nbytes for item in items for leaf in item.part.tree.leaves))
-    for item in items:
-        _check_chunks(item, window)
-    window.drain()
+    with ThreadPoolExecutor(os.cpu_count(), "ckptmgr-compare") as workers:
+        window = _Window(host_bytes, progress, leaf_digests, workers)
+        window.expect(sum(leaf.nbytes for item in items for leaf in item.part.tree.leaves))
+        for item in items:
+            _check_chunks(item, window)
+        window.drain()
     found = {item.name: _leaf_digests(item, window) for item in items} if leaf_digests else {}
     return Checked(tuple(window.problems), window.nbytes, found)
 
@@ -197,18 +202,24 @@ class _Item:
 
 
 class _Window:
-    """The chunks under way, and what has been found of those that arrived."""
+    """The chunks under way, and what has been found of those that arrived.
 
-    def __init__(self, host_bytes: int, progress: Progress, leaf_digests: bool) -> None:
+    Large ones are compared on all cores, small ones where they are waited for.
+    """
+
+    def __init__(
+        self, host_bytes: int, progress: Progress, leaf_digests: bool, workers: Executor
+    ) -> None:
         self.problems: dict[Problem, None] = {}  # an array that cannot be opened is told once
         self.nbytes = 0
         self.sums: dict[tuple[str, int], Sums] = {}
         self._leaf_digests = leaf_digests
         self._host_bytes = host_bytes
         self._progress = progress
+        self._workers = workers
         self._done = self._total = 0
         self._held = 0
-        self._asked: collections.deque[tuple[_Item, Asked, int]] = collections.deque()
+        self._asked: collections.deque[_Asked] = collections.deque()
 
     def expect(self, total: int) -> None:
         """Says how many bytes there are in all, before the first is asked for."""
@@ -234,7 +245,11 @@ class _Window:
             self.note(*exc.problems)
             self.pass_over(values.nbytes)
             return
-        self._asked.append((item, asked, held))
+        compared = None
+        if values.nbytes > SMALL_BYTES:
+            with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter ends
+                compared = self._workers.submit(self._compare, item, asked)
+        self._asked.append(_Asked(item, asked, held, compared))
         self._held += held
 
     def note(self, *problems: Problem) -> None:
@@ -245,22 +260,39 @@ class _Window:
             self._settle()
         self._progress(self._total, self._total)
 
+    def _compare(self, item: _Item, asked: Asked) -> Sums | None:
+        """What the chunk adds to its leaf's digest. Raises CorruptCheckpoint."""
+        item.reader.settle(asked)
+        if not self._leaf_digests:
+            return None
+        shape = item.tree.leaves[asked.unit.leaf].stored_shape
+        return leafdigest.partial(asked.values, asked.unit.box, shape)
+
     def _settle(self) -> None:
-        item, asked, held = self._asked.popleft()
-        self._held -= held
+        oldest = self._asked.popleft()
+        item, asked = oldest.item, oldest.asked
+        self._held -= oldest.held
         try:
-            item.reader.settle(asked)
+            future = oldest.compared
+            sums = self._compare(item, asked) if future is None else future.result()
         except CorruptCheckpoint as exc:
             self.note(*exc.problems)
         else:
             self.nbytes += asked.values.nbytes
-            if self._leaf_digests:
-                unit = asked.unit
-                shape = item.tree.leaves[unit.leaf].stored_shape
-                sums = leafdigest.partial(asked.values, unit.box, shape)
-                key = (item.name, unit.leaf)
+            if sums is not None:
+                key = (item.name, asked.unit.leaf)
                 self.sums[key] = add(self.sums.get(key, ZERO), sums)
         self.pass_over(asked.values.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A chunk under way; `compared` is a worker's answer, None where nobody works on it."""
+
+    item: _Item
+    asked: Asked
+    held: int
+    compared: Future[Sums | None] | None
 
 
 def _check_chunks(item: _Item, window: _Window) -> None:
@@ -342,79 +374,3 @@ def _file_problems(path: str, files: Mapping[str, tuple[int, str]]) -> list[Prob
         elif manifest.digest(data) != digest:
             problems.append(Problem(name, "has other bytes than were written"))
     return problems
-
-
-def evict(path: str, below: Sequence[str] = ("",)) -> tuple[bool, list[Problem]]:
-    """Drops files below `path` from the page cache: all, or those that `below` leads to.
-
-    Returns whether they are known to be gone from it, and files whose writing failed late.
-    """
-    seen, gone = False, True
-    problems = []
-    for top in (os.path.join(path, name) if name else path for name in below):
-        alone: list[tuple[str, list[str], list[str]]]
-        alone = [(os.path.dirname(top), [], [os.path.basename(top)])]
-        for base, dirs, names in alone if os.path.isfile(top) else os.walk(top):
-            gone &= not any(os.path.islink(os.path.join(base, name)) for name in dirs)
-            for file in (os.path.join(base, name) for name in names):
-                if not os.path.isfile(file):
-                    continue
-                seen = True
-                try:
-                    gone &= _evict_file(file)
-                except OSError as exc:
-                    gone = False
-                    if exc.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
-                        name = os.path.relpath(file, path)
-                        text = f"cannot be synced ({exc.strerror})"
-                        problems.append(Problem(name, text, transient=True))
-    return seen and gone, problems
-
-
-def _evict_file(file: str) -> bool:
-    """Drops one file's pages; whether it is known that the cache holds none now."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        if not _may_be_cached(fd):
-            return True
-        os.fsync(fd)  # a page that is not written yet stays
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return not _may_be_cached(fd)
-    finally:
-        os.close(fd)
-
-
-_WINDOW_BYTES = 2**30
-
-
-def _may_be_cached(fd: int) -> bool:
-    """Whether mincore(2) finds a page of the file in memory, or cannot tell.
-
-    It tells only those who own the file or may write it, and says "in memory" to others. Trying
-    with RWF_NOWAIT would start a read-ahead, and overlay and tmpfs do not have it.
-    """
-    mincore = getattr(ctypes.CDLL(None), "mincore", None)
-    if mincore is None:
-        return True
-    size = os.fstat(fd).st_size
-    for start in range(0, size, _WINDOW_BYTES):
-        length = min(_WINDOW_BYTES, size - start)
-        try:
-            view = mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=start)
-        except (OSError, ValueError):  # not every file system can map
-            return True
-        with view:
-            pages = np.frombuffer(view, np.uint8)
-            found = np.ones(-(-length // mmap.PAGESIZE), np.uint8)
-            failed = mincore(
-                ctypes.c_void_p(pages.ctypes.data),
-                ctypes.c_size_t(length),
-                ctypes.c_void_p(found.ctypes.data),
-            )
-            del pages  # nothing may point into a mapping that ends
-        if failed or (found & 1).any():
-            return True
-    return False

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckptmgr.core import layout, manifest
 from ckptmgr.core.manifest import FormatError, Manifest, Receipt
-from ckptmgr.engine import foreign, presence, readback, steps
+from ckptmgr.engine import foreign, pagecache, presence, readback, steps
 from ckptmgr.engine.catalog import Catalog
 from ckptmgr.engine.readback import HOST_BYTES, PAGE_CACHE, STORAGE, Part, Progress
 from ckptmgr.engine.steps import OpenItem
@@ -143,7 +143,7 @@ def verify(
         found.add([known])
     evicted = False
     if from_storage:
-        evicted, problems = readback.evict(path)
+        evicted, problems = pagecache.evict(path)
         found.add(problems)
         found.notes += [] if evicted else ["this machine's page cache may have answered"]
     how = _How(host_bytes, leaf_digests, progress or (lambda done, total: None))

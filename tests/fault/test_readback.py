@@ -15,7 +15,7 @@ import tensorstore as ts
 
 import ckptmgr
 from ckptmgr.core import boxes, layout, manifest
-from ckptmgr.engine import arrays, readback
+from ckptmgr.engine import arrays, pagecache, readback
 from ckptmgr.engine.reader import Reader
 from ckptmgr.engine.steps import open_step
 
@@ -457,7 +457,7 @@ def test_what_the_system_cannot_tell_is_not_called_storage(on_disk, monkeypatch)
         patch.delattr(os, "posix_fadvise")
         assert read(step, known).source == "page cache"
     with monkeypatch.context() as patch:
-        patch.setattr(readback.ctypes, "CDLL", lambda name: object())
+        patch.setattr(pagecache.ctypes, "CDLL", lambda name: object())
         assert read(step, known).source == "page cache"
     (step / "default").rename(on_disk / "elsewhere")
     (step / "default").symlink_to(on_disk / "elsewhere")  # its files were not seen
@@ -477,7 +477,7 @@ def test_a_write_that_fails_late_is_a_problem(several, monkeypatch):
     def failing(fd):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(readback, "_may_be_cached", lambda fd: True)
+    monkeypatch.setattr(pagecache, "_may_be_cached", lambda fd: True)
     monkeypatch.setattr(os, "fsync", failing)
     found = read(step, known)
     assert found.source == "page cache"
