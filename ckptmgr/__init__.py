@@ -1,9 +1,22 @@
 """ckptmgr: checkpoints for JAX training that do not stall it and can prove what they saved."""
 
 from ckptmgr.checking import verify
+from ckptmgr.core.advice import Adaptive
+from ckptmgr.core.advisor import advise
+from ckptmgr.core.figures import Advice
 from ckptmgr.core.info import Items, PerProcess, Restored, Skipped, StepInfo
 from ckptmgr.core.plan import RestorePlan
-from ckptmgr.core.retention import KeepAll, KeepLast
+from ckptmgr.core.retention import (
+    Budget,
+    Decision,
+    KeepAll,
+    KeepBest,
+    KeepEvery,
+    KeepEverySeconds,
+    KeepHeartbeats,
+    KeepLast,
+    KeepLogSpaced,
+)
 from ckptmgr.engine.verify import Verdict
 from ckptmgr.engine.worker import SaveHandle
 from ckptmgr.errors import (
@@ -36,21 +49,32 @@ from ckptmgr.options import (
     Snapshot,
     Storage,
 )
+from ckptmgr.pruning import prune
 from ckptmgr.reading import Description, describe, plan_restore, restore
+from ckptmgr.watching import watch
 
 __all__ = [
+    "Adaptive",
+    "Advice",
     "AuditFailed",
+    "Budget",
     "CheckpointError",
     "CheckpointManager",
     "Coordination",
     "CorruptCheckpoint",
+    "Decision",
     "Description",
     "Heartbeat",
     "Integrity",
     "InvalidOption",
     "Items",
     "KeepAll",
+    "KeepBest",
+    "KeepEvery",
+    "KeepEverySeconds",
+    "KeepHeartbeats",
     "KeepLast",
+    "KeepLogSpaced",
     "LeafRule",
     "ManagerClosed",
     "NotAllowedHere",
@@ -76,8 +100,11 @@ __all__ = [
     "TreeMismatch",
     "UnsupportedLeaf",
     "Verdict",
+    "advise",
     "describe",
     "plan_restore",
+    "prune",
     "restore",
     "verify",
+    "watch",
 ]

@@ -47,6 +47,7 @@ class Event:
         overlaps it), "sync", "publish", "retain", and "save" for the whole in the background;
         "audit" and "readback" of a heartbeat; "wait" where the caller had to wait for a save in
         flight or for host memory; "skip" for a save that a busy slot kept from happening;
+        "adapt" where the interval of an adaptive schedule changes: `seconds` is the new one;
         "restore".
       step: the step concerned.
       seconds: how long it took.
@@ -56,7 +57,7 @@ class Event:
       saves_in_flight: accepted saves neither durable nor failed, when the event was emitted.
       host_bytes: host memory that snapshots hold at that time, kept buffers included.
       detail: of "wait", for what; of "readback", from where: "storage", or "page cache" where
-        the data could not be put out of it.
+        the data could not be put out of it; of "retain", what a budget gave up; of "adapt", why.
       snapshot_latency: of "transfer"; see `NUMBERS` for this one and the next four.
       flush_latency: of a "save" that succeeded.
       stall: of "call".
@@ -200,6 +201,12 @@ class Emitter:
             self._in_flight.add(id(save))
             before, self._last_call = self._last_call, called
         return None if before is None else max(0.0, called - before)
+
+    @property
+    def in_flight(self) -> int:
+        """Accepted saves that are neither durable nor failed."""
+        with self._lock:
+            return len(self._in_flight)
 
     def settled(self, save: object) -> None:
         """A save is durable, or failed."""

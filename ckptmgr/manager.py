@@ -6,20 +6,18 @@ import json
 import logging
 import os
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ckptmgr import checking, reading
-from ckptmgr.core import layout
+from ckptmgr.core import layout, retention
 from ckptmgr.core.info import Restored, StepInfo
-from ckptmgr.engine import coord, pipeline
+from ckptmgr.engine import coord, meeting, pipeline
 from ckptmgr.engine.catalog import Catalog, Entry
-from ckptmgr.engine.foreign import foreign_info
 from ckptmgr.engine.recovery import Recovery
+from ckptmgr.engine.retaining import Retention
 from ckptmgr.engine.snapshot import Stager
-from ckptmgr.engine.steps import info_of
 from ckptmgr.engine.store import Store, local_path
 from ckptmgr.engine.worker import SaveHandle
 from ckptmgr.errors import (
@@ -62,7 +60,7 @@ class CheckpointManager:
         clock: Clock | None = None,
         store: Store | None = None,
         new_attempt: Callable[[], str] | None = None,
-        coordinator: coord.Coordinator | None = None,
+        coordinator: meeting.Coordinator | None = None,
         stager: Stager | None = None,
         events: Sequence[Sink] = (),
     ) -> None:
@@ -73,18 +71,20 @@ class CheckpointManager:
         root = local_path(directory)
         reading.refuse_inside_a_step(root)
         self._store = store or Store(root, durable=self._options.storage.durable)
-        self._catalog = Catalog(
-            self._store, self._clock, new_attempt or (lambda: uuid.uuid4().hex[:16])
-        )
+        self._catalog = Catalog(self._store, self._clock, new_attempt or reading.new_attempt)
         copies = stager or Stager(self._options.snapshot)
         self._emitter = Emitter([log_sink, *events], self._clock, lambda: copies.held)
         self._coordinator = coordinator or coord.of_this_job(root, self._options.coordination.alone)
-        tools = pipeline.Tools(self._catalog, self._coordinator, self._emitter, self._options)
+        self._retention = Retention(self._catalog, self._options.retention, self._clock)
+        tools = pipeline.Tools(
+            self._catalog, self._coordinator, self._emitter, self._options, self._retention
+        )
         self._saves = Saves(tools, copies)
         self._restores = Restores(tools)
         self._lock = threading.RLock()
         self._closed = False
         self._calls = 0
+        self._settled: list[str] = []
         self._pid = os.getpid()
         if not self._options.read_only:
             self._start()
@@ -101,7 +101,7 @@ class CheckpointManager:
 
         alone = self._coordinator.world == 1
         deadline = self._options.coordination.deadline_seconds
-        with coord.unwrapped():
+        with meeting.unwrapped():
             count = self._coordinator.lead("start", recover, deadline)
         self._store.check_usable(create=True)
         self._saves.open(None if alone else int(count))
@@ -227,13 +227,57 @@ class CheckpointManager:
         number = reading.step_number(step)
         return reading.open_entry(self._store.root, found(self._catalog, number)).info
 
+    def best_step(self, metric: str | None = None, mode: str = "min") -> int | None:
+        """The step with the best `metric`, None where no step has a number for it.
+
+        Without `metric` that of the policy's first `KeepBest`; raises InvalidOption where it has
+        none. Ties and what is no finite number as in `KeepBest`.
+        """
+        if metric is None:
+            best = retention.first_best(self._options.retention)
+            if best is None:
+                raise InvalidOption(
+                    "best_step() needs a metric, or a KeepBest in Options.retention"
+                )
+        else:
+            best = retention.KeepBest(1, metric, mode)  # type: ignore[arg-type]
+        ranked = best.ranked([info for info in self.steps() if info.status == "good"])
+        return ranked[0].step if ranked else None
+
+    # -- pins -------------------------------------------------------------------------------
+
+    def pin(self, step: Any, reason: str) -> None:
+        """Has retention and `delete` leave a step, whoever runs them, until `unpin`.
+
+        In a job one process is enough. Raises StepNotFound, or InvalidOption without a reason.
+        """
+        number = reading.step_number(step)
+        if not isinstance(reason, str) or not reason:
+            raise InvalidOption(f"pin() needs a reason, a text that is not empty, got {reason!r}")
+        with self._open_for("pin"):
+            self._must_write("pin")
+            self._saves.wait_settled(number)
+            found(self._catalog, number)
+            self._catalog.pin(number, reason)
+
+    def unpin(self, step: Any) -> None:
+        """Takes a pin back; a step that has none is fine."""
+        number = reading.step_number(step)
+        with self._open_for("unpin"):
+            self._must_write("unpin")
+            self._catalog.unpin(number)
+
+    def _refuse_pinned(self, steps: Sequence[int]) -> None:
+        pinned = {step: self._catalog.pinned(step) for step in steps}
+        for step, reason in pinned.items():
+            if reason:
+                raise InvalidOption(f"step {step} is pinned ({reason}); unpin({step}) first")
+
     def _committed(self) -> Iterator[Entry]:
         return self._catalog.committed()
 
     def _info(self, entry: Entry) -> StepInfo:
-        if entry.manifest is not None:
-            return info_of(entry.manifest, entry.suspect, entry.verified)
-        return foreign_info(entry.step, self._store.path(layout.step_name(entry.step)))
+        return reading.info_of_entry(self._store, entry)
 
     # -- restoring --------------------------------------------------------------------------
 
@@ -309,13 +353,14 @@ class CheckpointManager:
         number = reading.step_number(step)
         with self._open_for("delete", drain=True):
             self._must_write("delete")
-            self._once("delete", f"deletes step {number}", lambda: self._delete(number))
+            self._once(f"deletes step {number}", lambda: self._delete(number))
 
     def _delete(self, number: int) -> list[int]:
         entry = self._catalog.entry(number)
         real = entry is not None and not reading.is_no_step(entry)
         if real and not self._store.is_own_dir(layout.step_name(number)):
             raise StepNotFound(f"step {number} is a link, which is not ours to delete", number)
+        self._refuse_pinned([number] if real else [])
         if not real or not self._catalog.forget(number):
             raise StepNotFound(f"there is no step {number} in {self._store.root}", number)
         return [number]
@@ -327,7 +372,7 @@ class CheckpointManager:
         with self._open_for("truncate_after", drain=True):
             self._must_write("truncate_after")
             what = f"deletes the steps above {number}"
-            return tuple(self._once("truncate", what, lambda: self._truncate(number)))
+            return tuple(self._once(what, lambda: self._truncate(number)))
 
     def _truncate(self, number: int) -> list[int]:
         entries = [e for e in self._catalog.entries() if not reading.is_no_step(e)]
@@ -337,21 +382,25 @@ class CheckpointManager:
                 f"{sorted(e.step for e in entries)}"
             )
         gone = [entry.step for entry in entries if entry.step > number]
+        self._refuse_pinned(gone)
         return [found for found in gone if self._catalog.forget(found)]
 
-    def _once(self, name: str, what: str, work: Callable[[], list[int]]) -> list[int]:
+    def _once(self, what: str, work: Callable[[], list[int]]) -> list[int]:
         """What `work` returns, done by process 0 when all processes ask for the same."""
 
         def answer(payloads: Sequence[bytes]) -> bytes:
-            wrong = coord.odd_ones(phase, [payload.decode() for payload in payloads])
+            for old in self._settled:  # all have come to this call, so nobody waits in those
+                self._coordinator.forget(old)
+            self._settled = [phase]
+            wrong = meeting.odd_ones(phase, [payload.decode() for payload in payloads])
             if wrong is not None:
                 raise wrong
             return json.dumps(work()).encode()
 
         self._calls += 1
-        phase = f"{name}.{self._calls}"
+        phase = f"once.{self._calls}"
         deadline = self._options.coordination.deadline_seconds
-        with coord.unwrapped():
+        with meeting.unwrapped():
             found = self._coordinator.exchange(phase, what.encode(), deadline, answer)
         return list(json.loads(found))
 

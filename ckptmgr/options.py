@@ -11,6 +11,7 @@ from typing import Any, Literal
 import ml_dtypes  # noqa: F401  registers bfloat16 and friends with numpy
 import numpy as np
 
+from ckptmgr.core.advice import Adaptive
 from ckptmgr.core.retention import KeepAll, Policy
 from ckptmgr.errors import InvalidOption
 
@@ -46,10 +47,14 @@ class Schedule:
 
     Attributes:
       every_steps: steps that are a multiple of this number; None: no step by this rule. Where it
-        is not given: every step, or none with `every_seconds`.
+        is not given: every step, or none where one of the rules by the clock is.
       at_steps: further steps, by number.
       every_seconds: besides, the first step that is asked for so long after the last save was
         accepted, or after the manager was made; process 0's clock decides for all processes.
+      continuous_seconds: besides, the first step that is asked for when no save is in flight, but
+        not sooner than so long after the last was accepted; 0: at once.
+      adaptive: besides, as `every_seconds`, at an interval that is worked out from what saves stop
+        training for and how often it fails; the event "adapt" says when it changes, and why.
       on_preemption: watch for SIGTERM, and for JAX's preemption notice where its coordination
         service runs; the next step is then saved whatever the rules above say, synchronously and
         as `kind: preemption`. See `CheckpointManager.preempted`.
@@ -59,13 +64,21 @@ class Schedule:
     at_steps: Collection[int] = ()
     on_preemption: bool = False
     every_seconds: float | None = None
+    continuous_seconds: float | None = None
+    adaptive: Adaptive | None = None
 
     def __post_init__(self) -> None:
         if self.every_steps == "not given":
-            object.__setattr__(self, "every_steps", None if self.every_seconds else 1)
+            clock = (self.every_seconds, self.continuous_seconds, self.adaptive)
+            by_clock = any(rule is not None for rule in clock)
+            object.__setattr__(self, "every_steps", None if by_clock else 1)
         _positive_int("Schedule.every_steps", self.every_steps, optional=True)
         if self.every_seconds is not None:
             _positive_number("Schedule.every_seconds", self.every_seconds)
+        if self.continuous_seconds not in (None, 0):
+            _positive_number("Schedule.continuous_seconds", self.continuous_seconds)
+        if self.adaptive is not None and not isinstance(self.adaptive, Adaptive):
+            raise InvalidOption(f"Schedule.adaptive must be an Adaptive, got {self.adaptive!r}")
         steps = _collection("Schedule.at_steps", self.at_steps)
         if any(isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 0 for s in steps):
             raise InvalidOption(f"Schedule.at_steps must hold step numbers, got {self.at_steps!r}")

@@ -6,6 +6,7 @@ import logging
 import operator
 import os
 import re
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,8 +43,16 @@ def open_entry(root: str, entry: Entry) -> OpenStep:
     if entry.manifest is None:
         return foreign.open_foreign(path, entry.step)
     opened = open_step(path, entry.step, entry.manifest)
-    info = info_of(entry.manifest, entry.suspect, entry.verified)
+    info = info_of(entry.manifest, entry.suspect, entry.verified, bool(entry.pinned))
     return replace(opened, info=replace(info, plain=opened.info.plain))
+
+
+def info_of_entry(store: Store, entry: Entry) -> StepInfo:
+    """About a committed step, without reading its trees."""
+    if entry.manifest is not None:
+        return info_of(entry.manifest, entry.suspect, entry.verified, bool(entry.pinned))
+    found = foreign.foreign_info(entry.step, store.path(layout.step_name(entry.step)))
+    return replace(found, pinned=bool(entry.pinned))
 
 
 def refuse_inside_a_step(root: str) -> None:
@@ -151,6 +160,11 @@ def why_suspect(entry: Entry) -> str:
 def is_no_step(entry: Entry) -> bool:
     """An odd directory with a number for a name that never was a step of anyone."""
     return entry.problem is not None and entry.problem.file == ""
+
+
+def new_attempt() -> str:
+    """A name that no other attempt has."""
+    return uuid.uuid4().hex[:16]
 
 
 def catalog_of(root: str) -> Catalog:
@@ -264,10 +278,13 @@ def _restore_item(step: OpenStep, item: OpenItem, like: Any, how: _How) -> Any:
     if item.unreadable:
         raise CorruptCheckpoint(step.info.step, [Problem(item.name, item.unreadable)])
     if item.tree is None:
+        mine = _own(item, how)
         if is_stateful(like):
-            like.set_state(_own_state(step, item))
+            if mine is None:
+                raise _not_own(step, item)
+            like.set_state(item.states[mine])
             return like
-        return item.states[jax.process_index()] if _is_own(item) else PerProcess(item.states)
+        return PerProcess(item.states) if mine is None else item.states[mine]
     options = how.options.restore
     ready = how.ready
     if ready is None:
@@ -284,22 +301,22 @@ def _restore_item(step: OpenStep, item: OpenItem, like: Any, how: _How) -> Any:
     )
 
 
-def _is_own(item: OpenItem) -> bool:
-    """Whether as many processes saved the item as are here, each its own state."""
-    return len(item.states) == jax.process_count()
+def _own(item: OpenItem, how: _How) -> int | None:
+    """Which of an item's states is this process's, where as many saved it as restore it now."""
+    if len(item.states) == jax.process_count():
+        return jax.process_index()
+    return 0 if how.options.coordination.alone and len(item.states) == 1 else None
 
 
-def _own_state(step: OpenStep, item: OpenItem) -> Any:
-    """What this process saved. Raises InvalidOption where another number of processes did: whose
-    part of the data each would go on with, nobody here can know."""
-    if not _is_own(item):
-        raise InvalidOption(
-            f"step {step.info.step}, item {item.name!r}: its state was saved by "
-            f"{len(item.states)} processes, each for its own part, and this job has "
-            f"{jax.process_count()}; restore(item={item.name!r}) without a target gives all of "
-            "them to divide anew, and partial=True restores the rest without it"
-        )
-    return item.states[jax.process_index()]
+def _not_own(step: OpenStep, item: OpenItem) -> InvalidOption:
+    """Another number of processes saved it: whose part of the data each would go on with, nobody
+    here can know."""
+    return InvalidOption(
+        f"step {step.info.step}, item {item.name!r}: its state was saved by "
+        f"{len(item.states)} processes, each for its own part, and this job has "
+        f"{jax.process_count()}; restore(item={item.name!r}) without a target gives all of "
+        "them to divide anew, and partial=True restores the rest without it"
+    )
 
 
 def _goals(step: OpenStep, item: OpenItem, like: Any, how: _How, options: Restore) -> Goals:

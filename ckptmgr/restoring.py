@@ -17,7 +17,7 @@ from typing import Any
 from ckptmgr import reading
 from ckptmgr.core.info import Restored, Skipped
 from ckptmgr.engine.catalog import Catalog, Entry
-from ckptmgr.engine.coord import odd_ones, telling
+from ckptmgr.engine.meeting import odd_ones, telling
 from ckptmgr.engine.pipeline import Tools
 from ckptmgr.errors import CorruptCheckpoint, PeerFailed, Problem, StepNotFound, StoreError
 
@@ -63,13 +63,23 @@ class Restores:
         self._coordinator = tools.coordinator
         self._options = tools.options
         self._begun = 0
+        self._known: list[str] = []
 
     def _begin(self) -> str:
-        """The name of a restore, the same in every process; forgets the one before the last."""
+        """The name of a restore, the same in every process."""
         self._begun += 1
-        if self._coordinator.rank == 0 and self._begun > 2:
-            self._coordinator.forget(f"restore.{self._begun - 2}")
-        return f"restore.{self._begun}"
+        self._known.append(f"restore.{self._begun}")
+        return self._known[-1]
+
+    def _met(self, name: str) -> None:
+        """All processes have come to this restore: those before it are forgotten.
+
+        Not earlier, for one that fails does not wait for the others, who may be a restore behind.
+        """
+        for old in self._known if self._coordinator.rank == 0 else ():
+            if old != name:
+                self._coordinator.forget(old)
+        self._known = [name]
 
     # -- one step ---------------------------------------------------------------------------
 
@@ -81,6 +91,7 @@ class Restores:
             name = self._begin()
             with telling(self._coordinator, f"{name}/step", f"{name}/read", own=True):
                 number = self._agree(f"{name}/step", step)
+                self._met(name)
                 if number is None:
                     raise StepNotFound(f"there is no committed step in {self._catalog.store.root}")
                 try:
@@ -184,6 +195,7 @@ class Restores:
                 break
             tried.add(step)
             state, outcome = self._try(f"{name}/{turn}/read", step, like, problems)
+            self._met(name)
             if not outcome.bad and not outcome.gone:
                 return Restored(step, state, tuple(skipped))
             del state
@@ -218,7 +230,7 @@ class Restores:
             real = (not reading.is_no_step(entry) for entry in self._catalog.entries())
             return json.dumps([None, passed and any(real), over]).encode()
 
-        answer = self._coordinator.lead(phase, choose, self._tools.deadline)
+        answer = self._coordinator.lead(phase, choose, self._tools.deadline, b"the latest")
         step, damaged, over = json.loads(answer)
         for number, reason in over:
             tried.add(number)

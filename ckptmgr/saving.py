@@ -16,7 +16,8 @@ from typing import Any
 
 from ckptmgr.core import cadence, layout
 from ckptmgr.engine import memory, pipeline, worker
-from ckptmgr.engine.coord import telling
+from ckptmgr.engine.meeting import telling
+from ckptmgr.engine.pacing import Pace
 from ckptmgr.engine.preemption import PreemptionWatch
 from ckptmgr.engine.prepare import Preparer, SaveRequest
 from ckptmgr.engine.snapshot import Stager
@@ -56,17 +57,19 @@ class Saves:
         self._options = tools.options
         self._emitter = tools.emitter
         self._stager = stager
-        rank = tools.coordinator.rank
-        self._prepare = Preparer(tools.options.storage, stager, tools.emitter.clock, rank)
+        rank, world = tools.coordinator.rank, tools.coordinator.world
+        self._prepare = Preparer(tools.options.storage, stager, tools.emitter.clock, rank, world)
         self._in_flight: list[SaveHandle] = []
         self._begun = 0
         self._old: list[str] = []
         self._since_heartbeat: int | None = None
-        self._last_accepted = tools.emitter.clock.monotonic()
+        clock, store = tools.emitter.clock, tools.catalog.store
+        self._pace = Pace(tools.options, store, clock, tools.emitter)
         self._decided = 0
+        self._behind = False  # whether process 0 was asked about a step that this process was not
         self._decision: _Decision | None = None
         self._watch = PreemptionWatch() if tools.options.schedule.on_preemption else None
-        self._noticed = self._preemption_saved = False
+        self._noticed = self._preemption_saved = self._closed = False
         self.skipped = 0
 
     # -- when -------------------------------------------------------------------------------
@@ -77,6 +80,8 @@ class Saves:
         `since_heartbeat` is what process 0 counts, None where each may count for itself.
         """
         self._since_heartbeat = since_heartbeat
+        if self._tools.leads:
+            self._pace.open()
         if self._watch is not None:
             self._watch.start()
 
@@ -84,6 +89,9 @@ class Saves:
         """Ends what runs in the background besides the saves; again is fine."""
         if self._watch is not None:
             self._watch.stop()
+        if self._tools.leads and not self._closed and not self._options.read_only:
+            self._pace.close()
+        self._closed = True
         self._stager.close()
 
     def is_due(self, step: int) -> bool:
@@ -102,13 +110,17 @@ class Saves:
     def _poll(self, step: int) -> None:
         """What depends on a clock or a signal; in a job process 0 decides, once a step."""
         noticed = self._watch is not None and self._watch.noticed(step)
-        seconds = self._options.schedule.every_seconds
-        timed = seconds is not None and self._emitter.since(self._last_accepted) >= seconds
+        timed = self._pace.is_time(self.count)
         mine = _Decision(step, noticed, timed)
         alike = self._watch is None or self._watch.is_agreed
-        if self._tools.coordinator.world > 1 and (seconds is not None or not alike):
+        coordinator = self._tools.coordinator
+        if coordinator.world > 1 and (self._pace.asks or not alike):
+            if noticed and not alike:  # the signal may have come to this process alone
+                coordinator.mark("preempted")
             if self._decision is not None and self._decision.step == step:
                 return
+            if self._tools.leads and not alike and coordinator.is_marked("preempted"):
+                mine = replace(mine, noticed=True)
             mine = self._decide(mine)
         self._decision = mine
         if mine.noticed and not self._noticed:
@@ -118,23 +130,32 @@ class Saves:
     def _decide(self, mine: _Decision) -> _Decision:
         """What process 0 has decided about a step. Raises PeerFailed where it was about another."""
         coordinator = self._tools.coordinator
-        self._decided += 1
-        phase = f"due.{self._decided}"
-        answer = coordinator.lead(phase, mine.to_json, self._tools.deadline)
-        found = _Decision(*json.loads(answer))
+        found = self._next_decision(mine)
+        while self._behind and found.step < mine.step:
+            found = self._next_decision(mine)
+        self._behind = found.step < mine.step
         if found.step != mine.step:
             text = f"asks about step {mine.step}, process 0 about step {found.step}"
-            raise PeerFailed(phase, {coordinator.rank: text}, ())
+            raise PeerFailed(f"due.{self._decided}", {coordinator.rank: text}, ())
         if coordinator.rank == 0 and self._decided > DECISIONS_KEPT:
             coordinator.forget(f"due.{self._decided - DECISIONS_KEPT}")
         return found
+
+    def _next_decision(self, mine: _Decision) -> _Decision:
+        self._decided += 1
+        # of the calls that they have missed the others hear from process 0
+        call = str(mine.step).encode() if self._tools.leads else None
+        answer = self._tools.coordinator.lead(
+            f"due.{self._decided}", mine.to_json, self._tools.deadline, call
+        )
+        return _Decision(*json.loads(answer))
 
     def _kind(self, step: int, sync: bool) -> str:
         self._poll(step)
         if self._noticed and not self._preemption_saved:
             return "preemption"
         heartbeat = self._options.heartbeat
-        if heartbeat is not None and self._saves_since_heartbeat() + 1 >= heartbeat.every_saves:
+        if heartbeat is not None and self._number() >= heartbeat.every_saves:
             return "heartbeat"
         return "sync" if sync or self._options.snapshot.mode == "sync" else "async"
 
@@ -149,6 +170,10 @@ class Saves:
             newest = max(manifests, key=lambda m: m.created, default=None)
             self._since_heartbeat = newest.since_heartbeat if newest is not None else 0
         return self._since_heartbeat
+
+    def _number(self) -> int:
+        """The number of the save that is being made, counted from the last heartbeat."""
+        return self._saves_since_heartbeat() + (1 if self._tools.coordinator.world == 1 else 0)
 
     # -- a save -----------------------------------------------------------------------------
 
@@ -165,9 +190,13 @@ class Saves:
         """See `CheckpointManager.save`; the step is wanted."""
         self._begun += 1
         name = f"save.{self._begun}"
+        self._old.append(name)
         phases = [f"{name}/open"]
         if self._options.snapshot.when_busy == "skip":
             phases.append(f"{name}/room")
+        if self._tools.coordinator.world > 1:
+            # before it may be refused: the others, who may not refuse it, must count alike
+            self._since_heartbeat = self._saves_since_heartbeat() + 1
         with telling(self._tools.coordinator, *phases, own=True):
             self.raise_failures()
             self.refuse_existing(step, overwrite)
@@ -177,12 +206,14 @@ class Saves:
             if reason:
                 call.skip()
                 self.skipped += 1
-                self._old.append(name)
+                if self._tools.coordinator.world > 1:
+                    self._since_heartbeat = self._saves_since_heartbeat() - 1
                 return SaveHandle(step, False, reason)
             handle = SaveHandle(step)
             handle.waited = waited
             job, thread = self._begin(call, name, request, kind, handle)
         self._order_rest(job, handle)
+        handle.stall = self._emitter.since(call.started) - handle.waited
         if kind != "async" or worker.exiting():
             handle.result()
             thread.join()
@@ -204,7 +235,7 @@ class Saves:
             call.accept(handle, job.mode)
             before = self._in_flight[-1] if self._in_flight else None
             self._in_flight.append(handle)
-            self._since_heartbeat = self._saves_since_heartbeat() + 1
+            self._since_heartbeat = self._number()
             self._accepted(name, call.started)
             thread.give(functools.partial(self._finish, job, handle, before))
         except BaseException:  # an interrupt among them: nothing may wait for this save any more
@@ -217,13 +248,17 @@ class Saves:
 
     def _accepted(self, name: str, called: float) -> None:
         self._old = [name]
-        self._last_accepted = called
+        self._pace.accepted(called)
         if self._decision is not None:
             self._decision = replace(self._decision, timed=False)
 
     def _finish(self, job: pipeline.SaveJob, handle: SaveHandle, before: SaveHandle | None) -> None:
         """On the save's own thread."""
         pipeline.finish_save(job, self._tools, handle, before)
+        if self._tools.leads:
+            flush = handle.flush
+            stall = flush if job.kind != "async" or handle.stall is None else handle.stall
+            self._pace.saved(job.step, stall, flush, job.kind == "heartbeat")
         self._stager.learn()
         memory.give_back_freed()
 
@@ -234,10 +269,10 @@ class Saves:
         return self._prepare.job(
             request,
             name=name,
-            old=tuple(self._old),
+            old=tuple(old for old in self._old if old != name),
             kind=kind,
             mode=mode if kind == "async" else "sync",
-            since_heartbeat=0 if kind == "heartbeat" else self._saves_since_heartbeat() + 1,
+            since_heartbeat=0 if kind == "heartbeat" else self._number(),
             audit_mode=mode if audited and mode != "sync" else None,
         )
 

@@ -15,7 +15,7 @@ from importlib import metadata
 
 import jax
 
-from ckptmgr.cli import chaos, listing, showing, verifying
+from ckptmgr.cli import advising, chaos, listing, pruning, showing, verifying
 from ckptmgr.cli.answer import FAILED, USAGE, Answer
 from ckptmgr.errors import CheckpointError, InvalidOption
 
@@ -39,12 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ckptmgr",
-        description="Looks at checkpoints of ckptmgr and of Orbax; changes nothing.",
+        description="Looks at checkpoints of ckptmgr and of Orbax; only prune deletes anything.",
         epilog="Exit status: 0 well, 1 damaged or not found, 2 wrong call, 3 no step there.",
     )
     parser.add_argument("--version", action="version", version=f"ckptmgr {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    advising.add_to(commands)
     listing.add_to(commands)
+    pruning.add_to(commands)
     chaos.add_to(commands)
     showing.add_to(commands)
     verifying.add_to(commands)

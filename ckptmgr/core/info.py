@@ -20,6 +20,8 @@ class StepInfo:
       metrics, extra: as given to `save()`.
       pinned: whether retention must leave it.
       verified: whether a full verification is on record.
+      stored_bytes, stored_files: what its directory takes, in bytes and files; None where that is
+        not on record (foreign steps, and those of an early ckptmgr).
       topology: processes, devices, device kind, meshes and library versions at the save.
       plain: containers that a restore without a target gives back in a plain form, as
         "item: path" -> the class they had.
@@ -34,6 +36,8 @@ class StepInfo:
     extra: Any = None
     pinned: bool = False
     verified: bool = False
+    stored_bytes: int | None = None
+    stored_files: int | None = None
     topology: Mapping[str, Any] = field(default_factory=dict)
     plain: Mapping[str, str] = field(default_factory=dict)
 

@@ -6,6 +6,9 @@
 <root>/_ckptmgr/intents/<attempt>.json          who is saving what, removed last
 <root>/_ckptmgr/damaged/<step>.json             a restore found this step damaged
 <root>/_ckptmgr/verified/<step>.json            all of this step was compared and is right
+<root>/_ckptmgr/pins/<step>.json                retention must leave this step
+<root>/_ckptmgr/leases/<step>.<unique>.json     somebody reads this step
+<root>/_ckptmgr/pace.json                       what saves and failures were seen to cost
 <root>/_ckptmgr/quarantine/<step>-<attempt>/    a damaged directory that stood in the way of a save
 <root>/_ckptmgr/trash/<step>-<attempt>/         a deleted step whose bytes go next
 ```
@@ -22,6 +25,8 @@ MANIFEST = "_CKPTMGR"
 CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 COMMIT_SUCCESS = "commit_success.txt"
 PRIVATE = "_ckptmgr"
+PACE = "_ckptmgr/pace.json"
+"""What saves and failures were seen to cost."""
 DEFAULT_ITEM = "default"
 METRICS_ITEM = "metrics"
 OCDBT_MANIFEST = "manifest.ocdbt"
@@ -32,6 +37,7 @@ ROOT_ARRAY = "/"
 _STEP = re.compile(r"(0|[1-9][0-9]*)")
 _TMP = re.compile(r"(0|[1-9][0-9]*)\.orbax-checkpoint-tmp-([0-9a-f]+)")
 _INTENT = re.compile(r"([0-9a-f]+)\.json")
+_LEASE = re.compile(r"(0|[1-9][0-9]*)\.[0-9a-f]+\.json")
 _ITEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RECEIPT = re.compile(r"receipt\.process_(0|[1-9][0-9]*)\.json")
 
@@ -80,6 +86,26 @@ def suspect_name(step: int) -> str:
 def verified_name(step: int) -> str:
     """The record that all of a step was compared with its digests."""
     return f"{PRIVATE}/verified/{step}.json"
+
+
+def pin_name(step: int) -> str:
+    """The record that retention must leave a step."""
+    return f"{PRIVATE}/pins/{step}.json"
+
+
+def leases_dir() -> str:
+    return f"{PRIVATE}/leases"
+
+
+def lease_name(step: int, unique: str) -> str:
+    """The record that somebody reads a step."""
+    return f"{PRIVATE}/leases/{step}.{unique}.json"
+
+
+def parse_lease(name: str) -> int | None:
+    """The step of a lease."""
+    found = _LEASE.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def quarantine_name(step: int, attempt: str) -> str:

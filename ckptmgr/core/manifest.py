@@ -320,6 +320,7 @@ class Manifest:
       topology: processes, devices, device kind, meshes, versions.
       files: every metadata file, path below the step -> [size in bytes, xxh3-128].
       since_heartbeat: accepted saves since the last heartbeat, this one counted; 0 for one.
+      stored_bytes, stored_files: of the whole directory but for the manifest; None in early steps.
     """
 
     step: int
@@ -333,6 +334,8 @@ class Manifest:
     topology: Mapping[str, Any]
     files: Mapping[str, tuple[int, str]]
     since_heartbeat: int = 0
+    stored_bytes: int | None = None
+    stored_files: int | None = None
 
     def to_json(self) -> str:
         """One line: {"digest": of the text of the body, "body": {...}}."""
@@ -350,6 +353,8 @@ class Manifest:
                 "topology": dict(self.topology),
                 "files": {path: list(entry) for path, entry in self.files.items()},
                 "since_heartbeat": self.since_heartbeat,
+                "stored_bytes": self.stored_bytes,
+                "stored_files": self.stored_files,
             }
         )
         return f"{_HEAD}{digest(body.encode())}{_MIDDLE}{body}}}\n"
@@ -377,6 +382,8 @@ class Manifest:
                 body["topology"],
                 {path: (size, found) for path, (size, found) in body["files"].items()},
                 body.get("since_heartbeat", 0),
+                body.get("stored_bytes"),
+                body.get("stored_files"),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise FormatError(f"the manifest lacks or misstates {exc}") from exc
@@ -394,6 +401,8 @@ def _check_types(manifest: Manifest) -> None:
         "attempt": isinstance(manifest.attempt, str),
         "nbytes": whole_number(manifest.nbytes),
         "since_heartbeat": whole_number(manifest.since_heartbeat),
+        "stored_bytes": manifest.stored_bytes is None or whole_number(manifest.stored_bytes),
+        "stored_files": manifest.stored_files is None or whole_number(manifest.stored_files),
         "items": isinstance(manifest.items, dict)
         and all(kind in ("tree", "state") for kind in manifest.items.values()),
         "topology": isinstance(manifest.topology, dict),

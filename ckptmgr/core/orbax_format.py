@@ -54,7 +54,7 @@ def pytree_metadata(flat: Flat, tree: StoredTree) -> str:
     entries: dict[str, Any] = {}
     keys = dict(zip(flat.paths, flat.sequence_keys, strict=True))
     for leaf in _listed(tree):
-        value: dict[str, Any] = {"value_type": _value_type(leaf), "skip_deserialize": False}
+        value: dict[str, Any] = {"value_type": _value_type(leaf, tree), "skip_deserialize": False}
         if value["value_type"] == "jax.Array":
             value["write_shape"] = list(leaf.chunk)
         entries[_entry_key(leaf.path)] = {
@@ -101,11 +101,15 @@ def _listed_arrays(tree: StoredTree) -> list[StoredLeaf]:
     return [leaf for leaf in _listed(tree) if leaf.has_array]
 
 
-def _value_type(leaf: StoredLeaf) -> str:
+def _value_type(leaf: StoredLeaf, tree: StoredTree) -> str:
     if leaf.kind == "scalar" and not leaf.has_array:
         return "string"  # an integer beyond 64 bits
     if leaf.pytype == "complex":
         return "np.ndarray"
+    if leaf.kind in ("array", "key") and (
+        leaf.sharding is None or not _text(tree.shardings[leaf.sharding])
+    ):
+        return "np.ndarray"  # Orbax restores nothing of an item where a sharding is missing
     return _VALUE_TYPES[leaf.kind]
 
 
@@ -117,10 +121,7 @@ def strings(tree: StoredTree) -> str | None:
 
 def shardings(tree: StoredTree) -> str:
     """`_sharding`: base64url of the leaf name -> a JSON string; the same text once per sharding."""
-    texts = [
-        _compact(_sharding(entry)) if entry["type"] in ("named", "single") else ""
-        for entry in tree.shardings
-    ]
+    texts = [_text(entry) for entry in tree.shardings]
     found = {
         base64.urlsafe_b64encode(layout.orbax_name(leaf.name).encode()).decode(): texts[
             leaf.sharding
@@ -129,6 +130,11 @@ def shardings(tree: StoredTree) -> str:
         if leaf.sharding is not None and texts[leaf.sharding]
     }
     return _compact(found)
+
+
+def _text(entry: Mapping[str, Any]) -> str:
+    """A sharding as Orbax writes it, "" for one that it has no words for."""
+    return _compact(_sharding(entry)) if entry["type"] in ("named", "single") else ""
 
 
 def _sharding(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptmgr.core import manifest
 from ckptmgr.core.manifest import StoredTree, leaf_to_json
-from ckptmgr.engine.coord import Coordinator, odd_ones
+from ckptmgr.engine.meeting import Coordinator, odd_ones
 from ckptmgr.errors import PeerFailed
 
 ASKED = 4

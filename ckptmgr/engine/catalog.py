@@ -58,6 +58,7 @@ class Entry:
       problem: why it is not a step; None for a committed one.
       suspect: why its values are in doubt, of a committed step; "" where they are not.
       verified: whether a full verification of this very attempt is on record.
+      pinned: why retention must leave it, of a committed step; "" where it may go.
       unreadable: set besides `problem` where storage refused to say what it is.
     """
 
@@ -67,6 +68,7 @@ class Entry:
     problem: Problem | None = None
     suspect: str = ""
     verified: bool = False
+    pinned: str = ""
     unreadable: StoreError | None = None
 
 
@@ -141,6 +143,7 @@ class Catalog:
             manifest,
             suspect=self._records.doubt(step, manifest.attempt),
             verified=self._records.verified(step, manifest.attempt),
+            pinned=self._records.pin(step),
         )
 
     def mark_damaged(self, entry: Entry, reason: str) -> None:
@@ -210,7 +213,7 @@ class Catalog:
                 return Entry(step, problem=_NO_MANIFEST)
             found = True
         if found or self._has_checkpoint_metadata(name):
-            return Entry(step, foreign=True)
+            return Entry(step, foreign=True, pinned=self._records.pin(step))
         if not self.store.is_dir(name):
             return None
         return Entry(step, problem=Problem("", "no manifest of ckptmgr and no metadata of Orbax"))
@@ -393,27 +396,49 @@ class Catalog:
             "step %d: leftovers of the failed save remain at %s", attempt.step, attempt.tmp
         )
 
+    # -- pins -------------------------------------------------------------------------------
+
+    def pin(self, step: int, reason: str) -> None:
+        """Puts on record that retention must leave a step."""
+        self._records.put_pin(step, reason, self._clock.time())
+
+    def pinned(self, step: int) -> str:
+        """Why retention must leave a step, "" where it may go."""
+        return self._records.pin(step)
+
+    def unpin(self, step: int) -> None:
+        self._records.remove_pin(step)
+
     # -- deletion ---------------------------------------------------------------------------
 
-    def forget(self, step: int) -> bool:
-        """Deletes a step; False where it was gone already."""
+    def forget(self, step: int, unless: Callable[[], bool] = lambda: False) -> bool:
+        """Deletes a step; False where it was gone already, or `unless` said to leave it.
+
+        That is asked when the step is out of sight and can be put back, so that nobody who begins
+        to read it in the meantime is missed.
+        """
         name = layout.step_name(step)
         if not self.store.is_own_dir(name):
             return False
         try:
-            self._discard(name, step, self._new_attempt())
+            if not self._discard(name, step, self._new_attempt(), unless):
+                return False
         except StoreError as exc:
             if isinstance(exc.__cause__, FileNotFoundError):
                 return False  # somebody else deleted it meanwhile
             raise
         self.store.remove_file(layout.suspect_name(step))
         self._records.retract_verified(step)
+        self._records.remove_pin(step)
         return True
 
-    def _discard(self, name: str, step: int, unique: str) -> None:
+    def _discard(self, name: str, step: int, unique: str, unless: Callable[[], bool]) -> bool:
         """Out of sight in one rename, then the bytes."""
         trash = layout.trash_name(step, unique)
         self.store.make_dir(layout.trash_dir())
         self.store.rename(name, trash)
+        if unless() and self.store.rename(trash, name):
+            return False
         self.store.sync_path("")
         self.store.remove_tree(trash)
+        return True

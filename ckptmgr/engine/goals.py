@@ -152,7 +152,7 @@ def _device_goal(
             wish = replace(wish, elements=found.elements)
         else:
             wish = found
-    return Goal(number, kind, dtype, wish, sharding, weak_type)
+    return Goal(number, kind, dtype, wish, sharding, weak_type=weak_type)
 
 
 def _spread(goal: Goal, leaf: StoredLeaf) -> Goal | str:

@@ -9,11 +9,12 @@
     sync      databases merged, metadata; every file and directory synced  Writing.complete, sync
     readback  of a heartbeat: everything, from the device                  readback.read_back
     publish   the manifest, then one rename                                catalog.publish
-    retain    what the policy drops goes, now that the new step is durable retention.decide
+    retain    what the policy drops goes, now that the new step is durable Retention.apply
 
-In a job of several processes each does this with its own part. They meet three times: in `open`,
-when all have written (`write`), and to hear from process 0, which does the rest, how it ended
-(`publish`); a heartbeat has them meet twice more. In a job of one process the meetings cost nothing.
+In a job of several processes each does this with its own part. They meet in `open` and when all
+have written (`write`); process 0 does the rest, and they hear when the step is complete (`complete`)
+and in its place (`publish`). Of a heartbeat they meet once more when all have read their parts back.
+In a job of one process the meetings cost nothing.
 
 A synchronous save is the same with `.result()` behind it. Where two saves may be in flight the
 second waits with its first write until the first is durable. A save that fails anywhere before the
@@ -32,15 +33,17 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
-from ckptmgr.core import layout, manifest, retention
+from ckptmgr.core import manifest
 from ckptmgr.core.info import StepInfo
 from ckptmgr.core.manifest import Manifest
 from ckptmgr.engine import agreeing
 from ckptmgr.engine.agreeing import Claim
 from ckptmgr.engine.audit import Audit
+from ckptmgr.engine.board import BoardLost
 from ckptmgr.engine.catalog import Attempt, Catalog
-from ckptmgr.engine.coord import Coordinator, telling
+from ckptmgr.engine.meeting import Coordinator, InDoubt, telling
 from ckptmgr.engine.readback import read_back
+from ckptmgr.engine.retaining import Retention
 from ckptmgr.engine.snapshot import Ordering
 from ckptmgr.engine.steps import info_of
 from ckptmgr.engine.worker import SaveHandle
@@ -113,6 +116,7 @@ class Tools:
     coordinator: Coordinator
     emitter: Emitter
     options: Options
+    retention: Retention
 
     @property
     def deadline(self) -> float:
@@ -140,7 +144,8 @@ def finish_save(
                     on_host()
                 before.wait_settled()
             document = _commit(job, tools, on_host)
-            span.note(flush_latency=tools.emitter.since(job.called))
+            handle.flush = tools.emitter.since(job.called)
+            span.note(flush_latency=handle.flush)
         finally:
             job.close()
             tools.emitter.settled(handle)
@@ -162,7 +167,18 @@ def _commit(job: SaveJob, tools: Tools, on_host: _OnHost) -> Manifest:
         return _publish(job, tools, writing, shares)
     except BaseException as exc:
         _give_up(job, tools, attempt, exc)
+        if _may_go_on(exc):
+            assert isinstance(exc, PeerFailed)
+            raise InDoubt(exc.phase, exc.failures, exc.silent) from exc.__cause__
         raise
+
+
+def _may_go_on(error: BaseException) -> bool:
+    """Whether process 0, of which nothing is heard, may publish the step all the same: where it did
+    not hear of the failure either, or is at it."""
+    if not isinstance(error, PeerFailed) or isinstance(error, InDoubt) or not error.silent:
+        return False
+    return error.phase.endswith("/publish") or isinstance(error.__cause__, BoardLost)
 
 
 def _open(job: SaveJob, tools: Tools) -> Attempt:
@@ -241,27 +257,32 @@ def _write_share(job: SaveJob, tools: Tools, writing: Writing, on_host: _OnHost)
 def _publish(job: SaveJob, tools: Tools, writing: Writing, shares: Sequence[Share]) -> Manifest:
     """Process 0 completes the step and puts it in its place; all hear of it.
 
-    Of a heartbeat all read their parts back first.
+    Of a heartbeat all read their parts back first. When all hear that the step is complete nobody
+    has given up; so a process 0 that comes to this too late publishes nothing.
     """
+    coordinator = tools.coordinator
+    started = tools.emitter.clock.monotonic()
 
     def complete() -> bytes:
         writing.complete(shares)
         writing.put_step_metadata(job.created, job.metrics, tools.emitter.clock.time())
         with tools.emitter.span("sync", job.step, mode=job.mode):
             writing.sync()
+        if coordinator.world > 1 and tools.emitter.since(started) > tools.deadline:
+            raise StoreError(
+                f"merging and syncing took longer than deadline_seconds={tools.deadline:g}, and the "
+                "other processes have given up"
+            )
         return b""
 
     def publish() -> bytes:
-        if job.kind != "heartbeat":
-            complete()
-        document = _manifest(job, writing)
+        document = _manifest(job, writing, shares)
         with tools.emitter.span("publish", job.step, mode=job.mode):
             tools.catalog.publish(writing.attempt, document, job.overwrite)
         return replace(document, files={}).to_json().encode()
 
-    coordinator = tools.coordinator
+    coordinator.lead(f"{job.name}/complete", complete, tools.deadline)
     if job.kind == "heartbeat":
-        coordinator.lead(f"{job.name}/complete", complete, tools.deadline)
         phase = f"{job.name}/readback"
         with telling(coordinator, phase):
             _read_back(job, tools, writing)
@@ -270,7 +291,8 @@ def _publish(job: SaveJob, tools: Tools, writing: Writing, shares: Sequence[Shar
     return Manifest.from_json(answer)
 
 
-def _manifest(job: SaveJob, writing: Writing) -> Manifest:
+def _manifest(job: SaveJob, writing: Writing, shares: Sequence[Share]) -> Manifest:
+    stored_bytes, stored_files = writing.stored(shares)
     return Manifest(
         step=job.step,
         kind=job.kind,
@@ -283,6 +305,8 @@ def _manifest(job: SaveJob, writing: Writing) -> Manifest:
         topology=job.topology,
         files=writing.files,
         since_heartbeat=job.since_heartbeat,
+        stored_bytes=stored_bytes,
+        stored_files=stored_files,
     )
 
 
@@ -376,8 +400,10 @@ class _OnHost:
 
 def _after_commit(job: SaveJob, tools: Tools, info: StepInfo) -> None:
     try:
-        with tools.emitter.span("retain", job.step, mode=job.mode):
-            retain(tools, job.step)
+        with tools.emitter.span("retain", job.step, mode=job.mode) as span:
+            decision = tools.retention.apply(job.step, tools.emitter.in_flight)
+            if decision.given_up:
+                span.note(detail=f"the budget gave up {sorted(decision.given_up)}")
     except Exception:
         logger.exception("step %d is saved, but what the policy drops could not go", job.step)
     if tools.options.on_committed is not None:
@@ -385,26 +411,6 @@ def _after_commit(job: SaveJob, tools: Tools, info: StepInfo) -> None:
             tools.options.on_committed(info)
         except BaseException:
             logger.exception("step %d is saved, but on_committed raised", job.step)
-
-
-def retain(tools: Tools, just_saved: int) -> tuple[int, ...]:
-    """Deletes what the retention policy drops; returns those steps."""
-    if isinstance(tools.options.retention, retention.KeepAll):
-        return ()
-    infos = [
-        info_of(entry.manifest)
-        for entry in tools.catalog.committed()
-        # what Orbax wrote is not ours to delete, and what is suspect is the user's to judge
-        if entry.manifest is not None and not entry.suspect
-    ]
-    now = tools.emitter.clock.time()
-    decision = retention.decide(infos, tools.options.retention, now, just_saved)
-    store = tools.catalog.store
-    for step in decision.drop:
-        if not any(store.is_dir(layout.step_name(kept)) for kept in decision.keep):
-            break  # somebody rolled back meanwhile; what is left is all there is
-        tools.catalog.forget(step)
-    return decision.drop
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from ckptmgr.engine.recipe import Recipe
 from ckptmgr.engine.snapshot import Ordering, Stager
 from ckptmgr.engine.staged import Work
 from ckptmgr.engine.writing import StateItem, TreeItem
-from ckptmgr.errors import InvalidOption
+from ckptmgr.errors import InvalidOption, UnsupportedLeaf
 from ckptmgr.events import Clock
 from ckptmgr.options import Storage
 
@@ -82,14 +82,17 @@ class Preparer:
       storage: how leaves are to be stored.
       stager: takes the snapshots.
       clock: for the time of the call.
-      rank: this process's number.
+      rank, world: this process's number, and how many there are that save together.
     """
 
-    def __init__(self, storage: Storage, stager: Stager, clock: Clock, rank: int) -> None:
+    def __init__(
+        self, storage: Storage, stager: Stager, clock: Clock, rank: int, world: int = 1
+    ) -> None:
         self._storage = storage
         self._stager = stager
         self._clock = clock
         self._rank = rank
+        self._alone = world == 1
         self._structures: dict[Hashable, _Structure] = {}
 
     def survey(
@@ -132,6 +135,8 @@ class Preparer:
             kept = found if known.keep is None else [found[i] for i in known.keep]
             return _Tree(known, leaves.sources_of(known.plan.tree.leaves, kept, step))
         survey = leaves.survey(item, self._storage, self._stager.places, step)
+        if self._alone:
+            _refuse_arrays_of_several(survey)
         plan = plan_save(survey.stored, survey.shards, self._rank)
         nbytes = sum(leaf.nbytes for leaf in plan.tree.leaves)
         flat, text = replace(survey.flat, leaves=()), plan.tree.to_json()
@@ -200,6 +205,17 @@ class Preparer:
                 recipes[mode] = self._stager.recipe(mode, plan, sources, self._rank)
             works.append(Work(recipes[mode], item.sources))
         return self._stager.order(step, works, audit)
+
+
+def _refuse_arrays_of_several(survey: leaves.Survey) -> None:
+    """Raises UnsupportedLeaf for an array of which others hold parts: nobody would write those."""
+    for leaf, source in zip(survey.stored.leaves, survey.sources, strict=True):
+        if isinstance(source, jax.Array) and not source.is_fully_addressable:
+            raise UnsupportedLeaf(
+                leaf.dotted,
+                "an array of several processes, which a manager with Coordination(alone=True) "
+                "does not save; a manager that all of them make does",
+            )
 
 
 def _key(item: Any) -> tuple[Hashable | None, list[Any]]:

@@ -1,7 +1,7 @@
-"""What is on record about a step besides the step itself: damaged, suspect, verified.
+"""What is on record about a step besides the step itself: damaged, suspect, verified, pinned.
 
 Each is a small file below `_ckptmgr/` that names the attempt it is about; another attempt in the
-step's place makes it void. Records are synced, for what they say was told to somebody.
+step's place makes it void, but for a pin, which is about the step whoever wrote it. Records are synced, for what they say was told to somebody.
 """
 
 from __future__ import annotations
@@ -56,6 +56,22 @@ class Records:
     def retract_verified(self, step: int) -> None:
         if self._store.exists(layout.verified_name(step)):
             self._store.remove_file(layout.verified_name(step))
+
+    def pin(self, step: int) -> str:
+        """Why retention must leave a step, or ""; a record that cannot be read is a pin."""
+        name = layout.pin_name(step)
+        if not self._store.exists(name):
+            return ""
+        reason = self._read(name, "reason").get("reason")
+        return str(reason) if reason else f"the record {self._store.path(name)} cannot be read"
+
+    def put_pin(self, step: int, reason: str, time: float) -> None:
+        self._put(layout.pin_name(step), reason=reason, time=time)
+
+    def remove_pin(self, step: int) -> None:
+        if self._store.exists(layout.pin_name(step)):
+            self._store.remove_file(layout.pin_name(step))
+            self._store.sync_path(os.path.dirname(layout.pin_name(step)))
 
     def _put(self, name: str, **fields: Any) -> None:
         self._store.keep_dir(os.path.dirname(name))

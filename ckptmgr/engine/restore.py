@@ -180,7 +180,7 @@ def _place(read_in: Sequence[tuple[Goal, list[np.ndarray]]], stored: StoredTree)
         assert goal.wish is not None
         if goal.sharding is None:
             uncommitted.append(buffers[0])
-        elif not goal.wish.devices:
+        elif not goal.wish.devices and buffers:
             values.append(buffers[0])
             places.append(physical(goal.sharding, stored.leaves[goal.leaf]))
         else:
@@ -212,11 +212,11 @@ def _result(
 
 def _device_result(goal: Goal, leaf: StoredLeaf, put: Iterator[jax.Array]) -> jax.Array:
     assert goal.wish is not None
-    if goal.wish.devices:
+    if goal.wish.devices or not goal.wish.boxes:
         shards = [next(put) for _ in goal.wish.devices]
         sharding = goal.spread or physical(goal.sharding, leaf)
         array: jax.Array = jax.make_array_from_single_device_arrays(
-            leaf.stored_shape, sharding, shards
+            leaf.stored_shape, sharding, shards, dtype=np.dtype(goal.dtype or leaf.stored_dtype)
         )
     else:
         array = next(put)

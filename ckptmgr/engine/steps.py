@@ -63,7 +63,9 @@ class OpenStep:
         return set(self.items) == {layout.DEFAULT_ITEM}
 
 
-def info_of(document: Manifest, suspect: str = "", verified: bool = False) -> StepInfo:
+def info_of(
+    document: Manifest, suspect: str = "", verified: bool = False, pinned: bool = False
+) -> StepInfo:
     """What a manifest says, and records about the step, for the user.
 
     A heartbeat counts as verified: it was read back before it was published.
@@ -76,7 +78,10 @@ def info_of(document: Manifest, suspect: str = "", verified: bool = False) -> St
         nbytes=document.nbytes,
         metrics=values.decode(document.metrics) or {},
         extra=values.decode(document.extra),
+        pinned=pinned,
         verified=verified or document.kind == "heartbeat",
+        stored_bytes=document.stored_bytes,
+        stored_files=document.stored_files,
         topology=document.topology,
     )
 

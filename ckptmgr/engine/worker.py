@@ -36,6 +36,8 @@ class SaveHandle:
       accepted: False where the schedule or a busy snapshot said no; `reason` says why.
       reason: "" for an accepted save.
       waited: seconds that save() spent waiting for saves in flight and for host memory.
+      stall: seconds that save() took besides, None until it returns.
+      flush: seconds from the call of save() until the step was durable.
     """
 
     def __init__(self, step: int, accepted: bool = True, reason: str = "") -> None:
@@ -43,6 +45,8 @@ class SaveHandle:
         self.accepted = accepted
         self.reason = reason
         self.waited = 0.0
+        self.stall: float | None = None
+        self.flush = 0.0
         self._staged = threading.Event()
         self._settled = threading.Event()  # durable, or failed
         self._done = threading.Event()  # nothing of the save is left to do

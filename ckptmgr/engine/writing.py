@@ -61,19 +61,22 @@ class Share:
       files: its metadata files.
       keys: item -> chunks in its database; an item without is one where it has no database.
       own: digest of what it has for itself and process 0 writes for all; "" where nothing.
+      data: bytes and number of its files of arrays.
     """
 
     files: Files
     keys: Mapping[str, int]
     own: str
+    data: tuple[int, int]
 
     def to_json(self) -> bytes:
-        return json.dumps([self.files, self.keys, self.own]).encode()
+        return json.dumps([self.files, self.keys, self.own, self.data]).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Share:
-        files, keys, own = json.loads(text)
-        return cls({path: (size, digest) for path, (size, digest) in files.items()}, keys, own)
+        files, keys, own, (nbytes, count) = json.loads(text)
+        known = {path: (size, digest) for path, (size, digest) in files.items()}
+        return cls(known, keys, own, (nbytes, count))
 
 
 @dataclass(slots=True)
@@ -143,7 +146,8 @@ class Writing:
                 self.put(layout.state_file(item.name, self.rank), text)
         if self.world > 1:
             self._sync_share()
-        return Share(dict(self.files), keys, self._own_digest())
+        data = sum(self.data.values()), len(self.data)
+        return Share(dict(self.files), keys, self._own_digest(), data)
 
     def _write_arrays(
         self, item: TreeItem, on_host: Callable[[], None], leaf_digests: bool
@@ -279,6 +283,12 @@ class Writing:
             sizes = self.store.sync_tree(tmp, lambda path: layout.is_of_another(path, self.rank))
         whole = {path: size for path, (size, _) in self.files.items()}
         self._check(sizes, whole | self.data)
+
+    def stored(self, shares: Sequence[Share]) -> tuple[int, int]:
+        """Bytes and number of all files of the step but its manifest, when it is complete."""
+        metadata = sum(size for size, _ in self.files.values()), len(self.files)
+        found = [metadata, *(share.data for share in shares)]
+        return sum(nbytes for nbytes, _ in found), sum(count for _, count in found)
 
     def own_paths(self) -> tuple[str, ...]:
         """Below the step, everything that holds what this process wrote and the way to it."""

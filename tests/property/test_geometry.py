@@ -1,6 +1,8 @@
 """Boxes, chunk grids and plans, for any regular cut of any small array."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from ckptmgr.core import boxes, chunking, manifest, plan
 from ckptmgr.core.boxes import Box
 from ckptmgr.core.manifest import StoredLeaf, StoredTree
 from ckptmgr.core.plan import Shard, Wanted
+from ckptmgr.core.share import Piece, share
 from tests.property.strategies import Cut, boxes_in, cuts
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -216,3 +219,131 @@ def test_the_units_of_a_restore_fill_every_wanted_box_and_read_no_chunk_twice(
     assert made.read_bytes == sum(unit.box.size for unit in made.units) * 4
     assert made.target_bytes == 99
     assert made.peak_host_bytes <= made.read_bytes + made.wanted_bytes
+
+
+# -- what several processes hold --------------------------------------------------------------
+
+WORLD = 5
+HOLDERS = st.sets(st.integers(0, WORLD - 1), min_size=1).map(lambda found: tuple(sorted(found)))
+
+
+@st.composite
+def nested_pieces(draw):
+    """Pieces whose sets of holders lie in each other or apart, as those of a mesh; (block, all)."""
+    block, blocks = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    world = block * blocks
+    sets = [(rank,) for rank in range(world)]
+    sets += [tuple(range(i * block, (i + 1) * block)) for i in range(blocks)]
+    sets += [tuple(range(world))]
+    pieces = st.builds(
+        Piece, st.sampled_from(sets), st.integers(0, 1000), st.integers(1, 12) | st.just(1)
+    )
+    loads = st.dictionaries(st.integers(0, world - 1), st.integers(0, 2000))
+    return sets, draw(st.lists(pieces, max_size=8)), draw(loads)
+
+
+@given(
+    st.lists(st.builds(Piece, HOLDERS, st.integers(0, 1000), st.integers(1, 12)), max_size=8),
+    st.dictionaries(st.integers(0, WORLD - 1), st.integers(0, 2000)),
+    st.randoms(use_true_random=False),
+)
+def test_every_cell_has_one_holder_and_nobody_gets_two_runs_of_a_line(pieces, loads, random):
+    found = share(pieces, loads)
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for piece, runs in zip(pieces, found, strict=True):
+        assert [run.start for run in runs] == [0, *(run.stop for run in runs[:-1])]
+        assert runs[-1].stop == piece.cells
+        assert all(run.start < run.stop and run.process in piece.holders for run in runs)
+        lines.setdefault(piece.holders, []).extend(run.process for run in runs)
+    assert all(line == sorted(line) for line in lines.values())
+    again = list(loads.items())
+    random.shuffle(again)
+    assert share([Piece(tuple([*p.holders]), p.nbytes, p.cells) for p in pieces], dict(again)) == (
+        found
+    )
+
+
+@given(nested_pieces())
+def test_no_process_writes_more_than_one_cell_above_what_must_be(drawn):
+    sets, pieces, loads = drawn
+    level = {rank: float(loads.get(rank, 0)) for rank in sets[-1]}
+    must = {holders: sum(loads.get(rank, 0) for rank in holders) for holders in sets}
+    for piece, runs in zip(pieces, share(pieces, loads), strict=True):
+        for run in runs:
+            level[run.process] += (run.stop - run.start) * piece.nbytes / piece.cells
+        for holders in must:
+            if set(piece.holders) <= set(holders):
+                must[holders] += piece.nbytes
+    lowest = max(total / len(holders) for holders, total in must.items())
+    cell = max((piece.nbytes / piece.cells for piece in pieces), default=0)
+    assert max(level.values()) <= lowest + cell + len(pieces)  # whole bytes are counted
+
+
+@given(
+    st.integers(1, WORLD),
+    st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 12)), min_size=1, max_size=8),
+    st.dictionaries(st.integers(0, WORLD - 1), st.integers(0, 2000)),
+)
+def test_nobody_gets_anything_who_has_more_than_others_have_then(world, sizes, loads):
+    pieces = [Piece(tuple(range(world)), nbytes, cells) for nbytes, cells in sizes]
+    level = {rank: float(loads.get(rank, 0)) for rank in range(world)}
+    for piece, runs in zip(pieces, share(pieces, loads), strict=True):
+        for run in runs:
+            level[run.process] += (run.stop - run.start) * piece.nbytes / piece.cells
+    cell = max(piece.nbytes / piece.cells for piece in pieces)
+    got = [rank for rank in level if level[rank] > loads.get(rank, 0)]
+    assert all(level[rank] <= min(level.values()) + 2 * cell for rank in got)
+
+
+def shared_shards(cut: Cut, holders: list[tuple[int, ...]], process: int) -> list[Shard]:
+    """As `process` sees them."""
+    count = itertools.count()
+    return [
+        Shard(box, held, next(count) if process in held else -1)
+        for box, held in zip(cut.boxes, holders, strict=True)
+    ]
+
+
+@given(st.data(), st.lists(cuts(), min_size=1, max_size=3), CHUNK_BYTES)
+def test_what_several_hold_is_written_once_by_processes_that_hold_it(data, found, chunk_bytes):
+    sets = data.draw(st.lists(HOLDERS, min_size=4, max_size=4))
+    holders = [[sets[owner] for owner in cut.owners] for cut in found]
+    chunks = [
+        chunking.chunk_shape(cut.shape, 4, cut.boxes, held, chunk_bytes)
+        for cut, held in zip(found, holders, strict=True)
+    ]
+    leaves = tuple(leaf_of(cut.shape, chunk) for cut, chunk in zip(found, chunks, strict=True))
+    counts = [np.zeros(cut.shape, int) for cut in found]
+    nbytes = 0
+    for process in range(WORLD):
+        seen = [shared_shards(cut, held, process) for cut, held in zip(found, holders, strict=True)]
+        made = plan.plan_save(StoredTree(leaves, 0), seen, process)
+        nbytes += made.nbytes
+        for part in made.parts:
+            mine = {(s.position, s.box) for s in seen[part.leaf] if s.position >= 0}
+            shape = found[part.leaf].shape
+            axes = zip(part.box.start, part.box.stop, chunks[part.leaf], shape, strict=True)
+            assert all(a % c == 0 and (b % c == 0 or b == end) for a, b, c, end in axes)
+            got = np.zeros(shape, int)
+            for position, box in part.sources:
+                assert (position, box) in mine, "a part is made of shards that are here"
+                got[box.slices] += 1
+            assert (got[part.box.slices] == 1).all(), "the sources fill the part"
+            assert part.write
+            counts[part.leaf][part.box.slices] += 1
+    assert all((count == 1).all() for count in counts)
+    assert nbytes == sum(math.prod(cut.shape) * 4 for cut in found)
+
+
+@given(cuts(), CHUNK_BYTES, st.integers(1, WORLD - 1))
+def test_of_what_each_has_for_itself_process_0_writes_and_the_others_compare(
+    cut, chunk_bytes, process
+):
+    chunk = chunking.chunk_shape(cut.shape, 4, cut.boxes, [(0,)] * len(cut.boxes), chunk_bytes)
+    own = [Shard(box, (0,), i, True) for i, box in enumerate(cut.boxes)]
+    stored = StoredTree((leaf_of(cut.shape, chunk),), 0)
+    first, other = (plan.plan_save(stored, [own], rank) for rank in (0, process))
+    assert first.parts and all(part.write for part in first.parts)
+    assert other.parts == tuple(replace(part, write=False) for part in first.parts)
+    assert (first.nbytes, other.nbytes) == (math.prod(cut.shape) * 4, 0)
+    assert first.own == other.own == {0}

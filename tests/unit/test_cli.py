@@ -1,5 +1,6 @@
 """The command line, on real steps of ours and of Orbax."""
 
+import inspect
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ckptmgr
 from ckptmgr import Items
-from ckptmgr.cli import answer, main, verifying
+from ckptmgr.cli import advising, answer, main, verifying
 from tests.support import run_python
 
 
@@ -454,6 +455,86 @@ def test_the_bar_shows_how_far_it_is_and_is_not_drawn_at_every_step(capsys, monk
     now[0] = 200.0
     bar(0, 0)  # a step without arrays
     assert "100% of 0 B" in capsys.readouterr().err
+
+
+# -- advise -----------------------------------------------------------------------------------
+
+JOB = ("--params", "175e9", "--accelerators", "1024", "--write-gbps", "10")
+
+
+def test_advise_prints_the_page_of_the_library(call):
+    status, out, err = call("advise", *JOB, "--step-seconds", 15, "--keep-last", 3)
+    wanted = ckptmgr.advise(
+        params=175e9,
+        accelerators=1024,
+        write_bytes_per_second=10e9,
+        step_seconds=15,
+        keep_last=3,
+    )
+    assert (status, out, err) == (0, str(wanted), "")
+
+
+def test_advise_as_json_is_in_seconds_and_bytes(call):
+    status, out, _ = call("advise", *JOB, "--json")
+    data = json.loads(out)
+    assert status == 0
+    assert (data["mode"], data["config"]) == ("double_buffer", "configs/large.py")
+    assert data["interval_steps"] is None
+    flush = next(figure for figure in data["figures"] if figure["name"] == "flush")
+    assert flush == {
+        "group": "The job",
+        "name": "flush",
+        "value": 245.0,
+        "unit": "seconds",
+        "why": "from save() to durable: 2.45 TB at 10 GB/s.",
+        "shown": "245 s",
+    }
+
+
+def test_advise_takes_every_argument_of_the_library_but_a_tree():
+    names = {advising._NAMES.get(name, name) for name in advising._ARGUMENTS}
+    assert names == set(inspect.signature(ckptmgr.advise).parameters) - {"state"}
+
+
+def test_advise_without_heartbeats(call):
+    _, out, _ = call("advise", *JOB, "--no-heartbeat", "--json")
+    figures = {figure["name"]: figure["value"] for figure in json.loads(out)["figures"]}
+    assert figures["heartbeat"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            JOB[:2] + JOB[4:],
+            "accelerators must be a whole number from 1 to 1,000,000,000, got None",
+        ),
+        (JOB[:4], "the time of a save needs write_bytes_per_second, or a measured flush_seconds"),
+        ((*JOB, "--mode", "fast"), "mode must be one of None, 'sync', 'copy_on_write', "),
+        ((*JOB, "--state-bytes", "1e9"), "the size needs one of params, state_bytes and state"),
+    ],
+)
+def test_advise_refuses_with_one_sentence(call, arguments, message):
+    status, out, err = call("advise", *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"ckptmgr: {message}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--params", "many"), "argument --params: a number is wanted, not 'many'"),
+        (("--write-gbps", "x"), "argument --write-gbps: a number is wanted, not 'x'"),
+        (("--hosts", "1.5"), "argument --hosts: a whole number is wanted, not '1.5'"),
+        (("--accelerators", "x"), "argument --accelerators: a whole number is wanted, not 'x'"),
+        (("--accelerators", "inf"), "argument --accelerators: a whole number is wanted, not 'inf'"),
+    ],
+)
+def test_advise_names_the_argument_that_is_no_number(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        main(["advise", *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 # -- the call itself --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ LAYERS = [
     ("sinks",),
     ("engine",),
     ("reading", "saving"),
-    ("checking", "restoring"),
+    ("checking", "pruning", "restoring", "watching"),
     ("manager",),
     ("__init__",),
     ("orbax", "testing"),

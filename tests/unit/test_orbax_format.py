@@ -45,10 +45,11 @@ def stored_leaf(path):
     kind = KINDS.get(name, "array")
     if name in ("text", "big"):
         return StoredLeaf(path, kind, pytype="int" if name == "big" else "", value=name)
-    return array(path, kind, impl="fry" if kind == "key" else "")
+    placed = 0 if kind in ("array", "key") else None
+    return array(path, kind, impl="fry" if kind == "key" else "", sharding=placed)
 
 
-TREE = StoredTree(tuple(map(stored_leaf, FLAT.paths)), FLAT.containers)
+TREE = StoredTree(tuple(map(stored_leaf, FLAT.paths)), FLAT.containers, (SINGLE,))
 
 
 def test_the_tree_metadata_parses_back():
@@ -91,8 +92,23 @@ def test_the_containers_of_parsed_metadata_are_those_of_the_tree():
     }
 
 
+def test_arrays_that_lie_where_orbax_has_no_words_for_are_listed_as_host_arrays():
+    flat = flatten({"here": 1, "key": 2, "nowhere": 3, "other": 4})
+    leaves = (
+        array(("here",), sharding=0),
+        array(("key",), "key", impl="fry"),
+        array(("nowhere",)),
+        array(("other",), sharding=1),
+    )
+    tree = StoredTree(leaves, flat.containers, (SINGLE, OTHER))
+    found = orbax_format.parse_pytree_metadata(orbax_format.pytree_metadata(flat, tree).encode())
+    kinds = {leaf.path[0]: leaf.value_type for leaf in found.leaves}
+    host = "np.ndarray"
+    assert kinds == {"here": "jax.Array", "key": host, "nowhere": host, "other": host}
+
+
 def test_a_zarr3_tree_says_so():
-    tree = StoredTree(TREE.leaves, TREE.containers, driver="zarr3")
+    tree = StoredTree(TREE.leaves, TREE.containers, (SINGLE,), driver="zarr3")
     text = orbax_format.pytree_metadata(FLAT, tree).encode()
     assert orbax_format.parse_pytree_metadata(text).zarr3 is True
 

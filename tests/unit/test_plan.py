@@ -1,7 +1,10 @@
 """Plans: who writes what, what is read, and geometry that must be refused."""
 
+import math
+
 import pytest
 
+from ckptmgr.core import chunking
 from ckptmgr.core.boxes import Box
 from ckptmgr.core.manifest import StoredLeaf, StoredTree
 from ckptmgr.core.plan import Part, Shard, Unit, Wanted, plan_restore, plan_save
@@ -148,3 +151,92 @@ def test_leaves_that_share_their_shards_are_cut_by_their_own_chunks():
         Part(2, *gathered),
     )
     assert made.nbytes == 32 + 32 + 8
+
+
+# -- what several processes hold ----------------------------------------------------------------
+
+
+def test_a_shard_that_two_hold_is_cut_between_its_chunks():
+    stored = tree(leaf((8,), (2,)))
+    whole = Box((0,), (8,))
+    made = [plan_save(stored, [[Shard(whole, (0, 1), 3)]], process) for process in range(3)]
+    assert made[0].parts == (
+        Part(0, Box((0,), (2,)), ((3, whole),)),
+        Part(0, Box((2,), (4,)), ((3, whole),)),
+    )
+    assert [part.box.start for part in made[1].parts] == [(4,), (6,)]
+    assert made[2].parts == ()
+    assert [plan.nbytes for plan in made] == [16, 16, 0]
+
+
+def test_who_writes_all_of_a_shared_shard_writes_it_as_it_lies():
+    shards = [[Shard(LOW, (0,), 0), Shard(HIGH, (0, 1), 1)]]
+    made = [plan_save(tree(leaf((8,), (2,))), shards, process) for process in range(2)]
+    assert made[0].parts == (Part(0, LOW, ((0, LOW),)),)
+    assert made[1].parts == (Part(0, HIGH, ((1, HIGH),)),)
+
+
+def test_shared_shards_smaller_than_a_chunk_are_gathered_by_one():
+    shards = [[Shard(LOW, (0, 1), 1), Shard(HIGH, (0, 1), 0)]]
+    made = [plan_save(tree(leaf((8,), (8,))), shards, process).parts for process in range(2)]
+    assert sorted(made, key=len) == [(), (Part(0, Box((0,), (8,)), ((1, LOW), (0, HIGH))),)]
+
+
+def test_what_each_has_for_itself_is_compared_by_all_but_process_0():
+    stored = tree(leaf((8,), (4,)), leaf((8,), (4,), "b"))
+    own = [Shard(LOW, (0,), 0, True), Shard(HIGH, (0,), 1, True)]
+    made = [plan_save(stored, [own, [Shard(Box((0,), (8,)), (1,), 0)]], p) for p in range(3)]
+    assert [[part.write for part in plan.parts] for plan in made] == [
+        [True, True],
+        [False, False, True],
+        [False, False],
+    ]
+    assert [part.box for part in made[2].parts] == [LOW, HIGH]
+    assert [plan.nbytes for plan in made] == [32, 32, 0]
+    assert all(plan.own == {0} for plan in made)
+
+
+def test_loads_are_counted_in_bytes():
+    stored = tree(leaf((8,), (8,), "a", "int8"), leaf((8,), (1,), "b"))
+    whole = Box((0,), (8,))
+    shards = [[Shard(whole, (0,), 0)], [Shard(whole, (0, 1), 0)]]
+    made = [plan_save(stored, shards, process) for process in range(2)]
+    assert [plan.nbytes for plan in made] == [8 + 3 * 4, 5 * 4]
+
+
+def mesh_shards(rows, columns, fsdp, replicas, process):
+    """Of a matrix that is cut by rows over `fsdp` processes and lies in `replicas` such groups."""
+    step = rows // fsdp
+    return [
+        Shard(
+            Box((i * step, 0), ((i + 1) * step, columns)),
+            tuple(range(i, fsdp * replicas, fsdp)),
+            0 if process % fsdp == i else -1,
+        )
+        for i in range(fsdp)
+    ]
+
+
+@pytest.mark.parametrize(("fsdp", "replicas"), [(1, 7), (4, 2), (4, 6), (2, 16)])
+def test_replicas_of_a_mesh_write_even_shares(fsdp, replicas):
+    world, shape = fsdp * replicas, (1024, 768)
+    total = 12 * math.prod(shape) * 4
+    aim = chunking.shared_chunk_bytes(16 * 2**20, total, replicas)
+    shards = mesh_shards(*shape, fsdp, replicas, 0)
+    owners = [shard.holders for shard in shards]
+    chunk = chunking.chunk_shape(shape, 4, [shard.box for shard in shards], owners, aim)
+    everybody = tuple(range(world))
+    stored = tree(
+        *(leaf(shape, chunk, f"w{i}") for i in range(12)),
+        *(leaf((768,), (768,), f"scale{i}") for i in range(24)),
+    )
+    nbytes = []
+    for process in range(world):
+        seen = mesh_shards(*shape, fsdp, replicas, process)
+        scale = [Shard(Box((0,), (768,)), everybody, 1)]
+        nbytes.append(plan_save(stored, [seen] * 12 + [scale] * 24, process).nbytes)
+    cell = math.prod(chunk) * 4
+    even = (total + 24 * 768 * 4) / world
+    assert sum(nbytes) == total + 24 * 768 * 4
+    assert max(nbytes) <= max(1.1 * even, even + cell)
+    assert min(nbytes) >= min(0.9 * even, even - cell)

@@ -11,6 +11,12 @@ from ckptmgr.core.retention import Decision, Policy, decide
 class Step(NamedTuple):
     step: int
     kind: str = "async"
+    created: float | None = 0.0
+    metrics: dict = {}
+    pinned: bool = False
+    verified: bool = False
+    stored_bytes: int | None = None
+    stored_files: int | None = None
 
 
 def steps(*numbers):
