@@ -255,7 +255,8 @@ class Saves:
     def _finish(self, job: pipeline.SaveJob, handle: SaveHandle, before: SaveHandle | None) -> None:
         """On the save's own thread."""
         pipeline.finish_save(job, self._tools, handle, before)
-        if self._tools.leads:
+        usual = self._options.snapshot.mode == "sync" or job.kind in ("async", "heartbeat")
+        if self._tools.leads and usual:
             flush = handle.flush
             stall = flush if job.kind != "async" or handle.stall is None else handle.stall
             self._pace.saved(job.step, stall, flush, job.kind == "heartbeat")

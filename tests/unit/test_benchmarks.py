@@ -4,6 +4,8 @@ import json
 import os
 import pathlib
 
+import pytest
+
 from tests.support import run_python
 
 # No test here looks at how long anything took: smoke sizes on a busy machine tell nothing.
@@ -129,6 +131,86 @@ def test_run(tmp_path):
     full(times, ["ckptmgr", "orbax", "raw"], *rows, "bytes on disk", "files")
     assert ratios[""] == ["ckptmgr / orbax", "target", "ckptmgr / raw", "target"]
     assert [row for row in ratios if row] == rows
+
+
+def test_scale(tmp_path):
+    args = ["--directory", tmp_path, "--json", tmp_path / "out.json"]
+    plans, commits, steps, checks = tables(run("scale.py", *args))
+    jobs = ["16 groups", "32 groups", "32 all", "48 all"]
+    head = "chunks, of one, places, plan, least, most, receipt, parsed in, Share, messages, each in"
+    full(plans, head.split(", "), *jobs)
+    assert commits[""][-3:] == ["commit", "its CPU", "besides, at 1 ms"]
+    full(commits, commits[""], *jobs)
+    full(steps, steps[""], *jobs)
+    assert [plans[job][0] for job in jobs] == ["1,028", "1,028", "2,052", "3,076"]
+    merged = commits[""].index("merge")
+    assert [commits[job][merged].startswith("~") for job in jobs] == [False, False, False, True]
+    assert list(checks)[1:] == ["ckptmgr"]
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [row["processes"] for row in result["rows"]] == [16, 32, 32, 48]
+    assert os.listdir(tmp_path) == ["out.json"]
+
+
+def test_goodput(tmp_path):
+    out = tmp_path / "out.json"
+    scenarios, harder = tables(run("goodput.py", "--json", out))
+    titles = [
+        f"{size}, {mode}, {distribution}"
+        for size in ("64", "16,384")
+        for mode in ("sync", "copy_on_write", "double_buffer")
+        for distribution in ("exponential", "weibull", "trace")
+    ]
+    columns = ["best", "hourly", "Young", "Daly", "Saxena", "advise", "adaptive"]
+    full(scenarios, ["failures", *columns, "adaptive / best", "target"], *titles)
+    assert {cells[-1].rsplit(" ", 1)[0] for cells in list(scenarios.values())[1:]} == {">= 0.98"}
+    assert harder[""] == ["failures", "best", "adaptive", "adaptive / best", "target"]
+    assert len(harder) == 1 + 2 * 2 * 3
+    results = json.loads(out.read_text())["results"]
+    assert len(results) == len(titles) + len(harder) - 1
+    for row in results:
+        assert all(0 < good <= 1 for good in row["goodput"].values())
+        assert row["goodput"]["best"] == max(good for _, good in row["curve"])
+
+
+def test_goodput_draws_from_a_trace_of_ones_own(tmp_path):
+    trace = tmp_path / "trace.txt"
+    args = ["--distributions", "trace", "--modes", "sync", "--trace", trace]
+    trace.write_text("3600\n60\n7200\n")
+    (found,) = tables(run("goodput.py", *args))
+    assert [row for row in found if row] == ["64, sync, trace", "16,384, sync, trace"]
+    trace.write_text("3600\n-1\n")
+    with pytest.raises(AssertionError, match="two or more positive numbers, one a line"):
+        run("goodput.py", *args)
+
+
+def test_goodput_says_that_plots_want_matplotlib():
+    done = run_python(
+        """
+        import runpy, sys
+
+        class Missing:
+            def find_spec(self, name, path=None, target=None):
+                if name == "matplotlib":
+                    raise ModuleNotFoundError(name)
+
+        sys.meta_path.insert(0, Missing())
+        sys.path[0], sys.argv = sys.argv[2], [sys.argv[1], "--smoke", "--plots", "."]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        """,
+        BENCHMARKS / "goodput.py",
+        BENCHMARKS,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "--plots: matplotlib is not installed; pip install 'ckptmgr[plots]'\n"
+
+
+def test_goodput_draws_its_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    run("goodput.py", "--distributions", "exponential", "--plots", tmp_path)
+    found = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert sorted(found) == ["goodput.png", "goodput_sizes.png"]
+    assert all(data.startswith(b"\x89PNG") and len(data) < 150_000 for data in found.values())
 
 
 def test_device_check(tmp_path):
