@@ -107,7 +107,7 @@ def _value_type(leaf: StoredLeaf, tree: StoredTree) -> str:
     if leaf.pytype == "complex":
         return "np.ndarray"
     if leaf.kind in ("array", "key") and (
-        leaf.sharding is None or not _text(tree.shardings[leaf.sharding])
+        leaf.sharding is None or tree.shardings[leaf.sharding]["type"] not in ("named", "single")
     ):
         return "np.ndarray"  # Orbax restores nothing of an item where a sharding is missing
     return _VALUE_TYPES[leaf.kind]
