@@ -17,6 +17,7 @@ from ckptmgr.core.retention import (
     KeepLast,
     KeepLogSpaced,
 )
+from ckptmgr.describing import Description, describe
 from ckptmgr.engine.verify import Verdict
 from ckptmgr.engine.worker import SaveHandle
 from ckptmgr.errors import (
@@ -50,7 +51,7 @@ from ckptmgr.options import (
     Storage,
 )
 from ckptmgr.pruning import prune
-from ckptmgr.reading import Description, describe, plan_restore, restore
+from ckptmgr.reading import plan_restore, restore
 from ckptmgr.watching import watch
 
 __all__ = [

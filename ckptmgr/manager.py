@@ -73,6 +73,8 @@ class CheckpointManager:
         self._store = store or Store(root, durable=self._options.storage.durable)
         self._catalog = Catalog(self._store, self._clock, new_attempt or reading.new_attempt)
         copies = stager or Stager(self._options.snapshot)
+        if callable(events):
+            raise InvalidOption("events must be a list of sinks, as [sink]")
         self._emitter = Emitter([log_sink, *events], self._clock, lambda: copies.held)
         self._coordinator = coordinator or coord.of_this_job(root, self._options.coordination.alone)
         self._retention = Retention(self._catalog, self._options.retention, self._clock)

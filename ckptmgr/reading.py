@@ -8,7 +8,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ import numpy as np
 
 from ckptmgr.core import layout
 from ckptmgr.core.info import Items, PerProcess, StepInfo, is_stateful
-from ckptmgr.core.manifest import StoredLeaf
 from ckptmgr.core.plan import RestorePlan
 from ckptmgr.engine import foreign, goals
 from ckptmgr.engine import restore as engine_restore
@@ -290,6 +289,8 @@ def _restore_item(step: OpenStep, item: OpenItem, like: Any, how: _How) -> Any:
     if ready is None:
         options = replace(options, broadcast_replicas=False)
     wanted = _goals(step, item, like, how, options)
+    for note in wanted.notes if how.mesh is not None else ():
+        logger.warning("step %s, item %s: %s", step.info.step, item.name, note)
     verify = how.options.integrity.verify_on_restore
     return engine_restore.read(
         item,
@@ -351,6 +352,7 @@ def restore(
     `CheckpointManager.restore`.
     """
     chosen = options or Options()
+    _check_mesh(mesh, like)
     while True:
         try:
             opened = open_path(path, step)
@@ -360,6 +362,13 @@ def restore(
         except CorruptCheckpoint as exc:
             if not _has_gone(path, exc.step):
                 raise  # else it was deleted while it was read; look again
+
+
+def _check_mesh(mesh: Any, like: Any) -> None:
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+        raise InvalidOption(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if mesh is not None and like is not None:
+        raise InvalidOption("pass like or mesh, not both: the leaves of like say where they go")
 
 
 def _has_gone(path: Any, step: int | None) -> bool:
@@ -401,44 +410,4 @@ def plan_restore(
         sum(plan.target_bytes for plan in plans),
         max((plan.peak_host_bytes for plan in plans), default=0),
         tuple(note for plan in plans for note in plan.notes),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a step holds.
-
-    Attributes:
-      info: about the step.
-      path: its directory.
-      leaves: item -> its leaves; items that keep a state of their own have none.
-      shardings: item -> table that `StoredLeaf.sharding` points into.
-      unreadable: item -> why nothing of it can be read (only of Orbax's).
-      leaf_digests: item -> dotted leaf -> digest of its values whatever their mesh and chunks, where
-        it was recorded: of heartbeats, and with `Integrity(leaf_digests=True)`.
-    """
-
-    info: StepInfo
-    path: str
-    leaves: Mapping[str, tuple[StoredLeaf, ...]]
-    shardings: Mapping[str, tuple[Mapping[str, Any], ...]]
-    unreadable: Mapping[str, str]
-    leaf_digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-
-
-def describe(path: Any, step: int | None = None) -> Description:
-    """The leaves of a step, ours or Orbax's; needs no accelerator and reads no array data."""
-    opened = open_path(path, step)
-    trees = {name: item.tree for name, item in opened.items.items()}
-    return Description(
-        opened.info,
-        opened.path,
-        {name: tree.leaves if tree else () for name, tree in trees.items()},
-        {name: tree.shardings if tree else () for name, tree in trees.items()},
-        {name: item.unreadable for name, item in opened.items.items() if item.unreadable},
-        {
-            name: {item.tree.leaves[i].dotted: text for i, text in digests.items()}
-            for name, item in opened.items.items()
-            if item.tree is not None and (digests := item.leaf_digests)
-        },
     )

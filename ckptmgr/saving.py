@@ -17,7 +17,7 @@ from typing import Any
 from ckptmgr.core import cadence, layout
 from ckptmgr.engine import pipeline, worker
 from ckptmgr.engine.meeting import telling
-from ckptmgr.engine.memory import Freed
+from ckptmgr.engine.memory import give_back_freed
 from ckptmgr.engine.pacing import Pace
 from ckptmgr.engine.preemption import PreemptionWatch
 from ckptmgr.engine.prepare import Preparer, SaveRequest
@@ -60,7 +60,6 @@ class Saves:
         self._stager = stager
         rank, world = tools.coordinator.rank, tools.coordinator.world
         self._prepare = Preparer(tools.options.storage, stager, tools.emitter.clock, rank, world)
-        self._freed = Freed()
         self._in_flight: list[SaveHandle] = []
         self._begun = 0
         self._old: list[str] = []
@@ -263,7 +262,7 @@ class Saves:
             stall = flush if job.kind != "async" or handle.stall is None else handle.stall
             self._pace.saved(job.step, stall, flush, job.kind == "heartbeat")
         self._stager.learn()
-        self._freed.settle()
+        give_back_freed(sum(len(item.tree.leaves) for item in job.trees))
 
     def _job(self, request: SaveRequest, name: str, kind: str) -> pipeline.SaveJob:
         mode = self._options.snapshot.mode

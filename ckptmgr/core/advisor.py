@@ -222,9 +222,11 @@ def _costs(facts: Facts, interval: float) -> Iterator[Figure]:
         "share",
         "of the time: stall and heartbeat / interval.",
     )
-    half = f"half an interval, {seconds(interval / 2)}"
+    half = f"about half an interval, {seconds(interval / 2)}"
     if facts.mode != "sync":
         half += f", and the flush of {seconds(facts.flush)}, in which a step does not count yet"
+    if lost < 0.95 * (interval / 2 + (facts.flush if facts.mode != "sync" else 0.0)):
+        half += "; less, since some failures come when another has just been recovered from"
     yield Figure(group, "lost work per failure", lost, "seconds", f"{half}.")
     yield Figure(
         group,

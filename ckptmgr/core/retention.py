@@ -53,18 +53,26 @@ class Policy:
         raise NotImplementedError
 
     def __or__(self, other: Policy) -> Policy:
+        if isinstance(other, Budget):
+            raise InvalidOption(_BUDGET_LAST)
         if not isinstance(other, Policy):
             return NotImplemented
         if isinstance(other, Limited) or isinstance(self, Limited):
-            raise InvalidOption(
-                "a Budget limits a whole policy: write (a | b) & Budget(...), with the Budget last"
-            )
+            raise InvalidOption(_BUDGET_LAST)
         return _Either((*_members(self), *_members(other)))
 
     def __and__(self, other: Budget) -> Policy:
+        if isinstance(other, Policy):
+            raise InvalidOption(_BUDGET_LAST)
         if not isinstance(other, Budget):
             return NotImplemented
         return Limited(self, other)
+
+
+_BUDGET_LAST = (
+    "a Budget limits a whole policy: write (a | b) & Budget(...), with | between policies and the "
+    "Budget last"
+)
 
 
 def _members(policy: Policy) -> tuple[Policy, ...]:
@@ -75,9 +83,8 @@ def _positive(what: str, value: Any, *, whole: bool) -> None:
     kind: Any = int if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
         sort = "a whole number of at least 1" if whole else "a positive number"
-        raise InvalidOption(
-            f"{what} needs {sort}, got {value!r}; to keep every step leave Options.retention out"
-        )
+        hint = "; to keep every step leave Options.retention out" if "KeepLast" in what else ""
+        raise InvalidOption(f"{what} needs {sort}, got {value!r}{hint}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,8 @@ class KeepBest(Policy):
     """Keeps the `n` steps with the best `metric`, the lowest ("min") or the highest ("max").
 
     Steps whose metric is missing, no number, NaN or infinite are not ranked. Of equal ones the later
-    step is the better.
+    step is the better. Where no step can be ranked and there are other metrics, the name is probably
+    wrong: all steps that have such are kept, with a warning.
     """
 
     n: int
@@ -160,6 +168,12 @@ class KeepBest(Policy):
 
     def reasons(self, infos: Sequence[Info], now: float) -> dict[int, str]:
         ranked = self.ranked(infos)
+        if not ranked:
+            return {
+                info.step: f"has no metric {self.metric!r} to be ranked by"
+                for info in infos
+                if names_of([info])
+            }
         return {
             info.step: f"{_ordinal(place)} {self.metric} ({self.mode})"
             for place, info in enumerate(ranked[: self.n], 1)
@@ -179,6 +193,11 @@ def metric_of(info: Info, name: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return value
+
+
+def names_of(infos: Iterable[Info]) -> list[str]:
+    """The metrics by which some of these steps could be ranked."""
+    return sorted({n for info in infos for n in info.metrics if metric_of(info, n) is not None})
 
 
 def _ordinal(place: int) -> str:
@@ -245,11 +264,19 @@ class Budget:
     bytes: int | None = None
     files: int | None = None
 
+    def __and__(self, other: object) -> Policy:
+        raise InvalidOption(_BUDGET_LAST)
+
+    __or__ = __and__
+
     def __post_init__(self) -> None:
         if self.bytes is None and self.files is None:
             raise InvalidOption("Budget() limits nothing; give it bytes=, files= or both")
         for name in ("bytes", "files"):
-            if getattr(self, name) is not None:
+            value = getattr(self, name)
+            if isinstance(value, float) and value.is_integer():  # 5e9
+                object.__setattr__(self, name, int(value))
+            if value is not None:
                 _positive(f"Budget({name})", getattr(self, name), whole=True)
 
 
@@ -351,8 +378,12 @@ def _bests(policy: Policy) -> list[KeepBest]:
 
 def _unranked(policy: Policy, ordered: Sequence[Info]) -> list[str]:
     """Of each KeepBest that ranks nothing."""
+    names = names_of(ordered)
+    there = (
+        f"there are {', '.join(map(repr, names))}, and all such steps stay" if names else "none has"
+    )
     return [
-        f"no step has a number as metric {one.metric!r}, so KeepBest keeps none"
+        f"no step has a number as metric {one.metric!r} for KeepBest; {there}"
         for one in _bests(policy)
         if not one.ranked(ordered)
     ]

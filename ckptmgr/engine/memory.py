@@ -12,7 +12,6 @@ and the oldest go when room is needed.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -106,41 +105,18 @@ class HostMemory:
         return self._in_use + nbytes <= self._limit
 
 
-class Freed:
-    """Returns to the system what the C library keeps of memory that was freed, where that piles up.
+MANY_LEAVES = 256
+"""From so many on what a save frees is given back."""
+
+
+def give_back_freed(leaves: int) -> None:
+    """Returns to the system what the C library keeps of freed memory, after a save of so many leaves.
 
     A save of many leaves allocates on many threads, and glibc keeps a heap for each: 3,000 leaves
-    made a process grow from 0.8 to 1.7 GiB in 25 saves, all but 0.7 GiB of it free. Saves of large
-    leaves use the same memory again; given back it would have to be touched anew, which is slow. So
-    it is given back where the process has grown since the last time. Nothing is done where the
-    system does not say how large the process is, or the C library is another.
+    made a process grow from 0.8 to 1.7 GiB in 25 saves, all but 0.7 GiB of it free. It takes 2 to
+    40 ms, on the thread of the save. Saves of a few large leaves do not grow, and use the same
+    memory again, which is slow to touch anew; theirs is left.
     """
-
-    def __init__(self) -> None:
-        self._least: int | None = None
-
-    def settle(self) -> None:
-        """Call it when a save has ended, on its thread: it may take 2 to 40 ms."""
-        now = _resident_bytes()
-        if now is None:
-            return
-        if self._least is not None and now > self._least * GROWN:
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-            if trim is None:
-                return
-            trim(0)
-            self._least = _resident_bytes()
-        elif self._least is None or now < self._least:
-            self._least = now
-
-
-GROWN = 1.03
-"""How much larger a process has to be before freed memory is given back."""
-
-
-def _resident_bytes() -> int | None:
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * mmap.PAGESIZE
-    except (OSError, ValueError, IndexError):
-        return None
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None and leaves >= MANY_LEAVES:
+        trim(0)

@@ -152,12 +152,23 @@ def test_a_budget_smaller_than_what_must_stay_is_exceeded_with_a_warning(tmp_pat
         lambda: Budget(),
         lambda: Budget(bytes=-5),
         lambda: (KeepLast(1) & Budget(files=1)) | KeepLast(2),
+        lambda: KeepLast(1) | Budget(files=1),
+        lambda: KeepLast(1) & KeepLast(2),
+        lambda: Budget(files=1) & KeepLast(2),
+        lambda: Budget(bytes=1.5),
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused_in_one_sentence(call):
     with pytest.raises(ckptmgr.InvalidOption) as refused:
         call()
     assert "\n" not in str(refused.value)
+
+
+def test_a_metric_that_is_misspelt_costs_no_step_and_is_said_to_be_so(tmp_path, caplog):
+    save(tmp_path, {n: {"loss": float(n)} for n in range(1, 4)}, KeepLast(1) | KeepBest(1, "los"))
+    assert numbers(tmp_path) == [1, 2, 3]
+    assert any("'los'" in r.getMessage() and "'loss'" in r.getMessage() for r in caplog.records)
+    assert Budget(bytes=5e9) == Budget(bytes=5 * 10**9)
 
 
 # -- watching ---------------------------------------------------------------------------------

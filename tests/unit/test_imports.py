@@ -18,7 +18,7 @@ LAYERS = [
     ("sinks",),
     ("engine",),
     ("reading", "saving"),
-    ("checking", "pruning", "restoring", "watching"),
+    ("checking", "describing", "pruning", "restoring", "watching"),
     ("manager",),
     ("__init__",),
     ("orbax", "testing"),
