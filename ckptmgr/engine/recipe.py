@@ -208,7 +208,7 @@ class _Cook:
             groups.setdefault((place, source.dtype.itemsize), []).append((leaf, position))
             transfers += len(sharding.device_set)
         if transfers < GATHER_FROM:
-            return [self.load(*id) for id in ids]
+            return [self.load(*one) for one in ids]
         found = []
         for (_, width), members in groups.items():
             for first in range(0, len(members), GATHER_ARRAYS):
@@ -271,9 +271,9 @@ def make(
             for part in write.parts
             for position, _ in part.sources
         )
-        new = [id for id in needed if id not in cook.where]
-        small = {id: None for id in new if cook.is_small(*id)}
-        found = [cook.load(*id) for id in new if id not in small]
+        new = [one for one in needed if one not in cook.where]
+        small = {one: None for one in new if cook.is_small(*one)}
+        found = [cook.load(*one) for one in new if one not in small]
         cook.where |= {(load.leaf, load.position): load for load in found}
         gathered = cook.gathers(list(small))
         for load in gathered:
