@@ -99,7 +99,7 @@ class CheckpointManager:
             recovery = Recovery(self._store, self._clock)
             recovery.recover()
             recovery.sweep_in_background()
-            return b"" if alone else str(self._saves.count_since_heartbeat()).encode()
+            return b"" if alone else str(self._saves.since_heartbeat).encode()
 
         alone = self._coordinator.world == 1
         deadline = self._options.coordination.deadline_seconds

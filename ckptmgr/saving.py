@@ -156,25 +156,21 @@ class Saves:
         if self._noticed and not self._preemption_saved:
             return "preemption"
         heartbeat = self._options.heartbeat
-        if heartbeat is not None and self._number() >= heartbeat.every_saves:
+        if heartbeat is not None and self.since_heartbeat >= heartbeat.every_saves:
             return "heartbeat"
         return "sync" if sync or self._options.snapshot.mode == "sync" else "async"
 
-    def count_since_heartbeat(self) -> int:
-        """As the latest save has it: what process 0 tells the others at the start."""
-        return self._saves_since_heartbeat()
+    @property
+    def since_heartbeat(self) -> int:
+        """Saves since the last heartbeat, the one that is being made counted.
 
-    def _saves_since_heartbeat(self) -> int:
-        """Counted in memory; at first from the latest save, so that it survives a restart."""
+        Counted in memory; at first from the latest save, so that it survives a restart.
+        """
         if self._since_heartbeat is None:
             manifests = [e.manifest for e in self._tools.catalog.committed() if e.manifest]
             newest = max(manifests, key=lambda m: m.created, default=None)
             self._since_heartbeat = newest.since_heartbeat if newest is not None else 0
         return self._since_heartbeat
-
-    def _number(self) -> int:
-        """The number of the save that is being made, counted from the last heartbeat."""
-        return self._saves_since_heartbeat() + (1 if self._tools.coordinator.world == 1 else 0)
 
     # -- a save -----------------------------------------------------------------------------
 
@@ -195,24 +191,27 @@ class Saves:
         phases = [f"{name}/open"]
         if self._options.snapshot.when_busy == "skip":
             phases.append(f"{name}/room")
-        if self._tools.coordinator.world > 1:
-            # before it may be refused: the others, who may not refuse it, must count alike
-            self._since_heartbeat = self._saves_since_heartbeat() + 1
-        with telling(self._tools.coordinator, *phases, own=True):
-            self.raise_failures()
-            self.refuse_existing(step, overwrite)
-            request = self._prepare.survey(step, state, metrics, extra, overwrite, call.started)
-            kind = self._kind(step, sync)
-            reason, waited = self._make_room(name, step, kind, overwrite)
-            if reason:
-                call.skip()
-                self.skipped += 1
-                if self._tools.coordinator.world > 1:
-                    self._since_heartbeat = self._saves_since_heartbeat() - 1
-                return SaveHandle(step, False, reason)
-            handle = SaveHandle(step)
-            handle.waited = waited
-            job, thread = self._begin(call, name, request, kind, handle)
+        before = self.since_heartbeat
+        self._since_heartbeat = before + 1
+        try:
+            with telling(self._tools.coordinator, *phases, own=True):
+                self.raise_failures()
+                self.refuse_existing(step, overwrite)
+                request = self._prepare.survey(step, state, metrics, extra, overwrite, call.started)
+                kind = self._kind(step, sync)
+                reason, waited = self._make_room(name, step, kind, overwrite)
+                if reason:
+                    call.skip()
+                    self.skipped += 1
+                    self._since_heartbeat = before
+                    return SaveHandle(step, False, reason)
+                handle = SaveHandle(step)
+                handle.waited = waited
+                job, thread = self._begin(call, name, request, kind, handle)
+        except BaseException:
+            if self._tools.coordinator.world == 1:  # others, who did not refuse it, have counted it
+                self._since_heartbeat = before
+            raise
         self._order_rest(job, handle)
         handle.stall = self._emitter.since(call.started) - handle.waited
         if kind != "async" or worker.exiting():
@@ -236,7 +235,6 @@ class Saves:
             call.accept(handle, job.mode)
             before = self._in_flight[-1] if self._in_flight else None
             self._in_flight.append(handle)
-            self._since_heartbeat = self._number()
             self._accepted(name, call.started)
             thread.give(functools.partial(self._finish, job, handle, before))
         except BaseException:  # an interrupt among them: nothing may wait for this save any more
@@ -256,13 +254,20 @@ class Saves:
     def _finish(self, job: pipeline.SaveJob, handle: SaveHandle, before: SaveHandle | None) -> None:
         """On the save's own thread."""
         pipeline.finish_save(job, self._tools, handle, before)
+        try:
+            self._learn(job, handle)
+        except Exception:
+            logger.exception("step %d is saved, but what it cost was not learnt", job.step)
+        give_back_freed(sum(len(item.tree.leaves) for item in job.trees))
+
+    def _learn(self, job: pipeline.SaveJob, handle: SaveHandle) -> None:
+        """What a durable save has shown, for those that follow."""
         usual = self._options.snapshot.mode == "sync" or job.kind in ("async", "heartbeat")
         if self._tools.leads and usual:
             flush = handle.flush
             stall = flush if job.kind != "async" or handle.stall is None else handle.stall
             self._pace.saved(job.step, stall, flush, job.kind == "heartbeat")
         self._stager.learn()
-        give_back_freed(sum(len(item.tree.leaves) for item in job.trees))
 
     def _job(self, request: SaveRequest, name: str, kind: str) -> pipeline.SaveJob:
         mode = self._options.snapshot.mode
@@ -274,7 +279,7 @@ class Saves:
             old=tuple(old for old in self._old if old != name),
             kind=kind,
             mode=mode if kind == "async" else "sync",
-            since_heartbeat=0 if kind == "heartbeat" else self._number(),
+            since_heartbeat=0 if kind == "heartbeat" else self.since_heartbeat,
             audit_mode=mode if audited and mode != "sync" else None,
         )
 

@@ -232,7 +232,7 @@ def write(
     *,
     sync: bool = False,
     leaf_digests: bool = False,
-    before_wave: Callable[[], None] = lambda: None,
+    before_wave: Callable[[], object] = lambda: None,
     on_host: Callable[[], None] = lambda: None,
 ) -> Written:
     """Writes this process's parts to the database in `path`; returns what it wrote.

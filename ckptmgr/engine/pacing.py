@@ -37,6 +37,7 @@ class Pace:
         self._clock = clock
         self._emitter = emitter
         self._lock = threading.Lock()
+        self._at_work = False
         self._last = self._seen = clock.monotonic()
         beats = None if options.heartbeat is None else options.heartbeat.every_saves
         self._measured = Measured(heartbeat_every=beats)
@@ -59,13 +60,15 @@ class Pace:
             self._measured = dataclasses.replace(known, heartbeat_every=beats)
             self._measured = self._measured.ran(0.0, failed=at_work)
         self._adapt(0)
-        self._keep(at_work=True)
+        self._at_work = True
+        self._keep()
 
     def close(self) -> None:
         """The run has ended as it should."""
         if self._adaptive is not None:
+            self._at_work = False  # also for a save that is still in flight
             self._run_on()
-            self._keep(at_work=False)
+            self._keep()
 
     def is_time(self, in_flight: int) -> bool:
         """Whether a save is due by the clock, with so many in flight."""
@@ -85,7 +88,7 @@ class Pace:
         self._measured = self._measured.saved(stall, flush, heartbeat=heartbeat)
         self._run_on()
         self._adapt(step)
-        self._keep(at_work=True)
+        self._keep()
 
     def _run_on(self) -> None:
         now = self._clock.monotonic()
@@ -107,13 +110,13 @@ class Pace:
         except (StoreError, ValueError, KeyError, TypeError):
             return None, False
 
-    def _keep(self, at_work: bool) -> None:
+    def _keep(self) -> None:
         """A few numbers that may be lost: not synced."""
-        text = json.dumps({"measured": dataclasses.asdict(self._measured), "at_work": at_work})
         with self._lock:
+            known = {"measured": dataclasses.asdict(self._measured), "at_work": self._at_work}
             try:
                 self._store.make_dir(layout.PRIVATE)
                 self._store.remove_file(layout.PACE)
-                self._store.put_file(layout.PACE, text.encode())
+                self._store.put_file(layout.PACE, json.dumps(known).encode())
             except StoreError as exc:
                 logger.warning("what saves cost is not on record: %s", exc)

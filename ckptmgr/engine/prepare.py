@@ -42,7 +42,6 @@ class _Structure:
       plan: what this process writes.
       keep: numbers of the leaves that are stored, None for all.
       nbytes: bytes of its arrays.
-      text: its stored tree as JSON.
       recipes: mode -> how to copy it.
     """
 
@@ -50,8 +49,13 @@ class _Structure:
     plan: SavePlan
     keep: tuple[int, ...] | None
     nbytes: int
-    text: str
     recipes: dict[str, Recipe] = field(default_factory=dict)
+    _text: str = ""
+
+    def text(self) -> str:
+        """Its stored tree as JSON, made once: by the first save, in the background."""
+        self._text = self._text or self.plan.tree.to_json()
+        return self._text
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +143,8 @@ class Preparer:
             _refuse_arrays_of_several(survey)
         plan = plan_save(survey.stored, survey.shards, self._rank)
         nbytes = sum(leaf.nbytes for leaf in plan.tree.leaves)
-        flat, text = replace(survey.flat, leaves=()), plan.tree.to_json()
-        structure = _Structure(flat, plan, survey.keep, nbytes, text)
+        flat = replace(survey.flat, leaves=())
+        structure = _Structure(flat, plan, survey.keep, nbytes)
         if key is not None:
             while len(self._structures) >= STRUCTURES:
                 del self._structures[next(iter(self._structures))]

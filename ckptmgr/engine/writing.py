@@ -29,12 +29,12 @@ SHARED_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TreeItem:
-    """One pytree on its way to disk; `text` is its stored tree as JSON."""
+    """One pytree on its way to disk; `text` gives its stored tree as JSON."""
 
     name: str
     flat: Flat
     staged: Staged
-    text: str
+    text: Callable[[], str]
 
     @property
     def tree(self) -> StoredTree:
@@ -165,7 +165,7 @@ class Writing:
             sync=self.store.durable,
             leaf_digests=leaf_digests,
             # the store's say: where a faulty one fails the writing of arrays
-            before_wave=lambda: (self.store.arrays(mine), None)[1],
+            before_wave=lambda: self.store.arrays(mine),
             on_host=on_host,
         )
 
@@ -243,7 +243,7 @@ class Writing:
 
     def _write_tree_metadata(self, item: TreeItem) -> None:
         name, tree = item.name, item.tree
-        self.put(layout.tree_file(name), item.text)
+        self.put(layout.tree_file(name), item.text())
         self.put(layout.pytree_metadata(name), orbax_format.pytree_metadata(item.flat, tree))
         self.put(layout.sharding_file(name), orbax_format.shardings(tree))
         self.put(layout.array_metadatas(name, 0), orbax_format.array_metadatas(tree))
@@ -277,10 +277,7 @@ class Writing:
         """Syncs everything that is not synced yet; raises StoreError where a file is not there, or
         not whole: somebody may have removed it meanwhile."""
         tmp = self.attempt.tmp
-        if self.world == 1:
-            sizes = self.store.sync_tree(tmp)
-        else:
-            sizes = self.store.sync_tree(tmp, lambda path: layout.is_of_another(path, self.rank))
+        sizes = self.store.sync_tree(tmp, lambda path: layout.is_of_another(path, self.rank))
         whole = {path: size for path, (size, _) in self.files.items()}
         self._check(sizes, whole | self.data)
 

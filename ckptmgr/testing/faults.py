@@ -187,8 +187,10 @@ class FaultyStore(Store):
     def arrays(self, name: str) -> str:
         return str(self._do("arrays", name))
 
-    def sync_tree(self, name: str, skip: Callable[[str], bool] | None = None) -> dict[str, int]:
-        found: dict[str, int] = self._do("sync_tree", name, *([skip] if skip else []))
+    def sync_tree(
+        self, name: str, skip: Callable[[str], bool] = lambda path: False
+    ) -> dict[str, int]:
+        found: dict[str, int] = self._do("sync_tree", name, skip)
         return found
 
     def sync_path(self, name: str) -> None:

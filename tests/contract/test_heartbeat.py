@@ -285,8 +285,8 @@ def test_suspect_steps_do_not_count_for_retention(tmp_path):
 class Flipping(Store):
     """Turns over one byte of the largest file after it was synced."""
 
-    def sync_tree(self, name):
-        sizes = super().sync_tree(name)
+    def sync_tree(self, name, skip=lambda path: False):
+        sizes = super().sync_tree(name, skip)
         largest = max((path for path in sizes if "/d/" in path), key=sizes.get)
         with open(self.path(f"{name}/{largest}"), "r+b") as file:
             file.seek(sizes[largest] // 2)
