@@ -45,6 +45,24 @@ def add_arguments(
     add_output_arguments(parser)
 
 
+def add_reps(parser: argparse.ArgumentParser, usual: int, warm_ups: str) -> None:
+    """`--reps`; `repeated` gives the value."""
+    parser.set_defaults(usual_reps=usual)
+    text = f"after {warm_ups}. default: {usual}, smoke: 1"
+    parser.add_argument("--reps", type=int, help=text)
+
+
+def repeated(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The parsed arguments of a command with `--reps`, systems told apart."""
+    args = parser.parse_args()
+    if args.reps is None:
+        args.reps = 1 if args.smoke else args.usual_reps
+    if args.reps < 1:
+        parser.error("--reps must be at least 1")
+    args.systems = labels(args.systems)
+    return args
+
+
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--directory",

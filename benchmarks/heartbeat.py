@@ -56,14 +56,8 @@ def main() -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     command.add_arguments(parser, WORKLOADS, SYSTEMS)
-    parser.add_argument("--reps", type=int, help="after two warm-ups. default: 7, smoke: 1")
-    args = parser.parse_args()
-    if args.reps is None:
-        args.reps = 1 if args.smoke else 7
-    if args.reps < 1:
-        parser.error("--reps must be at least 1")
-    args.systems = command.labels(args.systems)
-    return args
+    command.add_reps(parser, 7, "two warm-ups")
+    return command.repeated(parser)
 
 
 # -- the child ----------------------------------------------------------------------------------

@@ -98,13 +98,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     command.add_arguments(parser, WORKLOADS, DEFAULT_SYSTEMS)
     parser.add_argument("--processes", type=int, default=2, help="of the job. default: 2")
-    parser.add_argument("--reps", type=int, help="after one warm-up. default: 5, smoke: 1")
-    args = parser.parse_args()
-    if args.reps is None:
-        args.reps = 1 if args.smoke else 5
-    if args.reps < 1 or args.processes < 1:
-        parser.error("--reps and --processes must be at least 1")
-    args.systems = command.labels(args.systems)
+    command.add_reps(parser, 5, "one warm-up")
+    args = command.repeated(parser)
+    if args.processes < 1:
+        parser.error("--processes must be at least 1")
     return args
 
 

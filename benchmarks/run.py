@@ -36,21 +36,16 @@ def main() -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     command.add_arguments(parser, catalogue(smoke=False), SYSTEMS)
-    parser.add_argument("--reps", type=int, help="after one warm-up. default: 5, smoke: 1")
+    command.add_reps(parser, 5, "one warm-up")
     parser.add_argument(
         "--cache",
         choices=["warm", "cold"],
         default="warm",
         help="the page cache before a restore, the same for all systems. default: warm",
     )
-    args = parser.parse_args()
-    if args.reps is None:
-        args.reps = 1 if args.smoke else 5
-    if args.reps < 1:
-        parser.error("--reps must be at least 1")
+    args = command.repeated(parser)
     if args.check and (args.systems[0] != report.SUBJECT or "orbax" not in args.systems):
         parser.error(f"--check needs {report.SUBJECT} as the first system, and orbax")
-    args.systems = command.labels(args.systems)
     return args
 
 

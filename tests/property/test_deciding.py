@@ -47,15 +47,15 @@ def histories(draw):
     ]
 
 
-ONE = (
+STABLE = (
     st.builds(KeepLast, st.integers(1, 5))
     | st.builds(KeepEvery, steps=st.integers(1, 300))
     | st.builds(KeepEverySeconds, st.floats(0.5, 500))
     | st.builds(KeepBest, st.integers(1, 4), st.just("loss"), st.sampled_from(["min", "max"]))
     | st.builds(KeepHeartbeats, st.integers(1, 3))
     | st.builds(KeepLogSpaced, st.integers(1, 6))
-    | st.just(KeepAll())
 )
+ONE = STABLE | st.just(KeepAll())
 POLICIES = st.recursive(
     ONE, lambda found: st.builds(lambda a, b: a | b, found, found), max_leaves=4
 )
@@ -144,16 +144,6 @@ def test_keep_best_keeps_no_worse_step_and_only_numbers(infos, n, mode):
     for step in numbers.keys() - kept.keys():
         for better in kept:
             assert (sign * numbers[better], -better) < (sign * numbers[step], -step)
-
-
-STABLE = (
-    st.builds(KeepLast, st.integers(1, 5))
-    | st.builds(KeepEvery, steps=st.integers(1, 300))
-    | st.builds(KeepEverySeconds, st.floats(0.5, 500))
-    | st.builds(KeepBest, st.integers(1, 4), st.just("loss"), st.sampled_from(["min", "max"]))
-    | st.builds(KeepHeartbeats, st.integers(1, 3))
-    | st.builds(KeepLogSpaced, st.integers(1, 6))
-)
 
 
 @given(histories(), STABLE)
