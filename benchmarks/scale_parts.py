@@ -146,7 +146,7 @@ def commit(task: dict[str, Any]) -> dict[str, Any]:
     merge_cpu = merging.cpu / TURNS
 
     staged = SimpleNamespace(plan=plan.SavePlan(job.tree, (), 0), waves=())
-    item = TreeItem("default", job.flat, staged, job.tree.to_json())
+    item = TreeItem("default", job.flat, staged, job.tree.to_json)
     writing = Writing(attempt, store, 0, job.processes, [item], files=dict(shares[0].files))
     found = complete(writing, catalog, shares)
     progress(f"{job.layout} {job.processes}: merge {seconds:.2f} s, the rest {found['rest']:.2f} s")
