@@ -137,7 +137,8 @@ def measure_each(
     copies: int,
     modules: Iterable[str],
     settings: dict[str, Any],
-    parts: Sequence[dict[str, Any]] | None = None,
+    parts: Sequence[dict[str, Any]] | Callable[[Workload], Sequence[dict[str, Any]]] | None = None,
+    summary: Callable[[list[dict[str, Any]]], str] | None = None,
 ) -> int:
     """Measures each workload in a child process and shows what it found; the exit status.
 
@@ -145,7 +146,9 @@ def measure_each(
       copies: how many of the largest state have to fit on the disk.
       modules: what has to be installed.
       settings: for the child, and for the JSON file.
-      parts: a child for each of these, whose settings are added; their results make a list.
+      parts: a child for each of these, whose settings are added; their results make a list. They
+        may depend on the workload.
+      summary: what to print of all results in the end.
     """
     directory = directory_of(args)
     needed = copies * max(workload.nbytes for workload in chosen)
@@ -157,7 +160,7 @@ def measure_each(
     results = []
     for workload in chosen:
         found = []
-        for part in parts or [{}]:
+        for part in (parts(workload) if callable(parts) else parts) or [{}]:
             task = {**settings, **part, "workload": workload.name}
             records = run_child(script, workload.devices, task, directory)
             if records is None:
@@ -166,6 +169,8 @@ def measure_each(
                 return FAILED
             found.append(records)
         results.append(show(workload, found if parts else found[0]))
+    if summary:
+        print(f"\n{summary(results)}")
     return finish(args, facts, settings, results)
 
 

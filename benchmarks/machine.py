@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 PACKAGES = ("ckptmgr", "orbax-checkpoint", "jax", "jaxlib", "tensorstore", "numpy")
+PEERS = ("torch", "safetensors")  # named only where they are installed
 
 
 def facts(directory: Path) -> dict:
@@ -19,7 +20,9 @@ def facts(directory: Path) -> dict:
         "file_system": file_system(directory),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": {
+            package: _version(package) for package in PACKAGES + tuple(filter(_is_installed, PEERS))
+        },
     }
 
 
@@ -64,7 +67,10 @@ def _cpu_model() -> str:
 
 
 def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+    return importlib.metadata.version(package) if _is_installed(package) else "(not installed)"
+
+
+def _is_installed(package: str) -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version(package))
+    return False

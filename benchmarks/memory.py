@@ -8,6 +8,9 @@ save to the last.
 The peak is what the kernel saw between any two readings, reset before the first save.
 `quarter` stands for `Snapshot(host_bytes=...)` at a quarter of the state: then the host memory that
 snapshots hold, as the events tell it, must stay within that.
+
+With `--restore` every save is restored before the next, and what comes back is dropped. And a state
+of half the memory is saved and restored once: see `half.py`.
 """
 
 import argparse
@@ -21,8 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import command
+import half
+import machine
 import report
 from command import name_of, progress
+from measure import reset_peak, status
 from report import Check
 from systems import MODES_AND_ORBAX, Ckptmgr, System, by_mode
 from training import Training
@@ -32,6 +38,7 @@ ROWS_OF_DENSE = 512  # 128 MiB
 WORKLOADS = ("dense1", "dense8", "small1", "small8")
 QUARTERS = ("copy_on_write:quarter", "double_buffer:quarter")
 SYSTEMS = (*MODES_AND_ORBAX, *QUARTERS)
+RESTORED = {"workloads": [half.NAME, "dense8", "small8"], "systems": ["copy_on_write"]}
 MARKS = (1, 10, 50, 100)  # saves after which memory is read; the ratio is last over second
 SMOKE_MARKS = (1, 2, 3, 4)
 KEEP = 2
@@ -40,32 +47,54 @@ GROWTH_AT_MOST = 1.05
 
 def main() -> int:
     args = parse_args()
+    known = {
+        **catalogue(args.smoke, ROWS_OF_DENSE),
+        half.NAME: half.workload(args.half, args.smoke),
+    }
     return command.measure_each(
         args,
         Path(__file__),
-        [catalogue(args.smoke, ROWS_OF_DENSE)[name] for name in args.workloads],
+        [known[name] for name in args.workloads],
         show,
-        copies=KEEP + 2,
+        copies=1 if half.NAME in args.workloads else KEEP + 2,
         modules={MODES_AND_ORBAX[mode_of(label)].needs for label in args.systems},
-        settings={"smoke": args.smoke, "marks": args.marks, "limit_seconds": args.limit_seconds},
-        parts=[{"system": label} for label in args.systems],
+        settings={
+            "smoke": args.smoke,
+            "marks": args.marks,
+            "limit_seconds": args.limit_seconds,
+            "restore": args.restore,
+            "half": args.half,
+        },
+        parts=lambda workload: [
+            {"system": label}
+            for label in ([half.SYSTEM] if workload.name == half.NAME else args.systems)
+        ],
     )
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    command.add_arguments(parser, WORKLOADS, SYSTEMS)
+    command.add_arguments(parser, (*WORKLOADS, half.NAME), SYSTEMS)
+    parser.set_defaults(workloads=None, systems=None)
     parser.add_argument(
         "--limit-seconds",
         type=float,
         default=300.0,
         help="a process stops saving after so long, and says how far it came. default: 300",
     )
+    text = "restore every save, too, and a state of half the memory"
+    parser.add_argument("--restore", action="store_true", help=text)
+    parser.add_argument("--gib", type=float, help="of that state. default: half of the memory")
     args = parser.parse_args()
+    usual = RESTORED if args.restore else {"workloads": list(WORKLOADS), "systems": list(SYSTEMS)}
+    if args.workloads is None:
+        without = [name for name in usual["workloads"] if name in (half.NAME, "dense8")]
+        args.workloads = without if args.smoke else usual["workloads"]
+    if half.NAME in args.workloads and not args.restore:
+        parser.error(f"--workloads {half.NAME} goes with --restore")
+    args.systems = command.labels(args.systems or usual["systems"])
     args.marks = list(SMOKE_MARKS if args.smoke else MARKS)
-    if args.smoke and args.workloads == list(WORKLOADS):
-        args.workloads = ["dense8"]
-    args.systems = command.labels(args.systems)
+    args.half = int((args.gib or machine.facts(Path("."))["ram_gib"] / 2) * 2**30)
     return args
 
 
@@ -81,8 +110,12 @@ MEDIAN_OF = 5
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
     """The record of one system on one workload. Bytes."""
+    if task["workload"] == half.NAME:
+        return half.measure(task)
+    import jax
+
     workload = catalogue(task["smoke"], ROWS_OF_DENSE)[task["workload"]]
-    training = Training(workload, seed=1)
+    training, like = Training(workload, seed=1), workload.like()
     limit = workload.nbytes // 4 if name_of(task["system"]) in QUARTERS else None
     root = Path(task["directory"], "root")
     root.mkdir()
@@ -97,6 +130,8 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         late = time.monotonic() - started > task["limit_seconds"]
         moved = training.moved
         staged = max(staged, save(system, training, saves))
+        if task["restore"]:
+            jax.block_until_ready(system.restore(saves, like))
         recent.append(reading())
         if saves in task["marks"] or late:
             # malloc keeps more or less of what was freed from one save to the next
@@ -104,7 +139,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         if late:
             break
     peak = status("VmHWM")
-    restored = system.restore(saves, workload.like())
+    restored = system.restore(saves, like)
     training.verify(restored, moved)
     system.close()
     progress(f"{workload.name} {task['system']:<21} {saves} saves")
@@ -144,29 +179,21 @@ def reading() -> dict[str, int]:
     return {"rss": status("VmRSS"), "live": sum(buffers.values())}
 
 
-def status(field: str) -> int:
-    """A size from the kernel's account of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise KeyError(field)
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 # -- the tables ---------------------------------------------------------------------------------
 
 
 def show(workload: Workload, records: list[dict[str, Any]]) -> dict[str, Any]:
     """Print the tables of one workload; return what goes into the JSON file."""
-    checks = checks_of(records)
+    if workload.name == half.NAME:
+        checks, tables = half.checks_of(records), half.table(records)
+    else:
+        checks = checks_of(records)
+        tables = (
+            f"Resident memory after a save\n\n{resident_table(records)}"
+            f"\n\nPeaks\n\n{peak_table(workload, records)}"
+        )
     print(
-        f"\n{workload.name}: {workload.describe()}."
-        f"\n\nResident memory after a save\n\n{resident_table(records)}"
-        f"\n\nPeaks\n\n{peak_table(workload, records)}\n\n{report.check_table(checks)}",
+        f"\n{workload.name}: {workload.describe()}.\n\n{tables}\n\n{report.check_table(checks)}",
         flush=True,
     )
     return {

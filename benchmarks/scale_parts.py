@@ -25,13 +25,13 @@ from ckptmgr.engine import arrays
 from ckptmgr.engine.board import JaxBoard, LocalBoard
 from ckptmgr.engine.catalog import Catalog
 from ckptmgr.engine.coord import Together
+from ckptmgr.engine.documents import Documents
 from ckptmgr.engine.steps import checked_files, open_step
 from ckptmgr.engine.store import Store
 from ckptmgr.engine.writing import Share, TreeItem, Writing
 from ckptmgr.events import Clock as EventClock
 from command import child, progress
-from measure import Clock
-from memory import reset_peak, status
+from measure import Clock, reset_peak, status
 from scale_job import DIGEST, Job, changed
 
 STEP = 1
@@ -146,7 +146,7 @@ def commit(task: dict[str, Any]) -> dict[str, Any]:
     merge_cpu = merging.cpu / TURNS
 
     staged = SimpleNamespace(plan=plan.SavePlan(job.tree, (), 0), waves=())
-    item = TreeItem("default", job.flat, staged, job.tree.to_json)
+    item = TreeItem("default", staged, Documents(job.flat, job.tree))
     writing = Writing(attempt, store, 0, job.processes, [item], files=dict(shares[0].files))
     found = complete(writing, catalog, shares)
     progress(f"{job.layout} {job.processes}: merge {seconds:.2f} s, the rest {found['rest']:.2f} s")

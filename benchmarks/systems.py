@@ -7,17 +7,28 @@ system lives for the whole run, as a manager does in a training job.
 The libraries are imported when a system is built, so the parent process imports neither.
 """
 
+import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from workloads import Workload
 
 
 class System:
     """Keeps steps under `root`. A step is durable when `save` and then `wait` have returned."""
 
     needs = "numpy"  # the module that must be installed
+    optional = False  # whether it is left out, in one line, where that is missing
+
+    @classmethod
+    def takes(cls, workload: Workload) -> bool:
+        """Whether a comparison with it says anything."""
+        return True
 
     def __init__(self, root: Path):
         self.root = root
@@ -43,6 +54,10 @@ class System:
 
     def restore(self, step: int, like: dict) -> dict:
         raise NotImplementedError
+
+    def restore_warm(self, step: int, restored: dict) -> bool:
+        """Read once more, into the memory of what was restored; False where that is not possible."""
+        return False
 
     def delete(self, step: int) -> None:
         raise NotImplementedError
@@ -157,16 +172,24 @@ class Raw(System):
 
     def restore(self, step: int, like: dict) -> dict:
         buffer = np.empty(self._file(step).stat().st_size, np.uint8)
-        with open(self._file(step), "rb", buffering=0) as file:
-            rest = memoryview(buffer)
-            while rest:
-                rest = rest[file.readinto(rest) :]
+        self._read(step, buffer)
         restored, start = {}, 0
         for name, leaf in like.items():
             end = start + leaf.size * leaf.dtype.itemsize
             restored[name] = buffer[start:end].view(leaf.dtype).reshape(leaf.shape)
             start = end
         return restored
+
+    def restore_warm(self, step: int, restored: dict) -> bool:
+        """What is left is the copy out of the page cache: no page is touched for the first time."""
+        self._read(step, next(iter(restored.values())).base)
+        return True
+
+    def _read(self, step: int, buffer: np.ndarray) -> None:
+        with open(self._file(step), "rb", buffering=0) as file:
+            rest = memoryview(buffer)
+            while rest:
+                rest = rest[file.readinto(rest) :]
 
     def delete(self, step: int) -> None:
         self._file(step).unlink()
@@ -175,7 +198,104 @@ class Raw(System):
         return self.root / f"{step}.raw"
 
 
-SYSTEMS: dict[str, type[System]] = {"ckptmgr": Ckptmgr, "orbax": Orbax, "raw": Raw}
+class Dcp(System):
+    """PyTorch Distributed Checkpoint with its defaults, in one process, into fresh tensors.
+
+    Like `Raw` it gets the bytes gathered, as tensors, and a restore ends on the host.
+    """
+
+    needs = "torch"
+    optional = True
+
+    @classmethod
+    def takes(cls, workload: Workload) -> bool:
+        return workload.devices == 1 or workload.kind == "trainstate"
+
+    def __init__(self, root: Path):
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        super().__init__(root)
+        self._torch, self._dcp = torch, dcp
+
+    def prepare(self, state: dict) -> dict:
+        return {name: self._tensor(np.array(leaf)) for name, leaf in state.items()}
+
+    def save(self, step: int, state: dict) -> None:
+        writer = self._dcp.FileSystemWriter(self.root / str(step))
+        self._dcp.save(state, storage_writer=writer, no_dist=True)
+
+    def wait(self) -> None:
+        pass
+
+    def restore(self, step: int, like: dict) -> dict:
+        torch = self._torch
+        tensors = {
+            name: torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype.name))
+            for name, leaf in like.items()
+        }
+        reader = self._dcp.FileSystemReader(self.root / str(step))
+        self._dcp.load(tensors, storage_reader=reader, no_dist=True)
+        return {name: self._array(tensor, like[name].dtype) for name, tensor in tensors.items()}
+
+    def delete(self, step: int) -> None:
+        shutil.rmtree(self.root / str(step))
+
+    def _tensor(self, array: np.ndarray) -> Any:
+        if array.dtype.name == "bfloat16":  # which torch does not take from numpy
+            return self._torch.from_numpy(array.view(np.int16)).view(self._torch.bfloat16)
+        return self._torch.from_numpy(array)
+
+    def _array(self, tensor: Any, dtype: np.dtype) -> np.ndarray:
+        if dtype.name == "bfloat16":
+            return tensor.view(self._torch.int16).numpy().view(dtype)
+        return tensor.numpy()
+
+
+class Safetensors(System):
+    """Its numpy functions, and the sync that they leave to others; one file, no sharding."""
+
+    needs = "safetensors"
+    optional = True
+
+    @classmethod
+    def takes(cls, workload: Workload) -> bool:
+        return workload.devices == 1
+
+    def __init__(self, root: Path):
+        import safetensors.numpy
+
+        super().__init__(root)
+        self._library = safetensors.numpy
+
+    def prepare(self, state: dict) -> dict:
+        return {name: np.asarray(leaf) for name, leaf in state.items()}
+
+    def save(self, step: int, state: dict) -> None:
+        self._library.save_file(state, self._file(step))
+        with open(self._file(step), "rb") as file:
+            os.fsync(file.fileno())
+
+    def wait(self) -> None:
+        pass
+
+    def restore(self, step: int, like: dict) -> dict:
+        return self._library.load_file(self._file(step))
+
+    def delete(self, step: int) -> None:
+        self._file(step).unlink()
+
+    def _file(self, step: int) -> Path:
+        return self.root / f"{step}.safetensors"
+
+
+SYSTEMS: dict[str, type[System]] = {
+    "ckptmgr": Ckptmgr,
+    "orbax": Orbax,
+    "raw": Raw,
+    "dcp": Dcp,
+    "safetensors": Safetensors,
+}
 
 MODES = ("copy_on_write", "double_buffer", "sync")  # of ckptmgr's snapshots
 MODES_AND_ORBAX = {**dict.fromkeys(MODES, Ckptmgr), "orbax": Orbax}
@@ -195,3 +315,23 @@ def by_mode(
         retention=ckptmgr.KeepLast(keep) if keep else ckptmgr.KeepAll(),
     )
     return Ckptmgr(root, options)
+
+
+@contextlib.contextmanager
+def counted_waves() -> Iterator[list[int]]:
+    """The number of waves of each plan that ckptmgr makes meanwhile: it is in no event."""
+    from ckptmgr.core import plan
+
+    found: list[int] = []
+    cut = plan.waves
+
+    def counted(*args: Any) -> tuple:
+        waves = cut(*args)
+        found.append(len(waves))
+        return waves
+
+    plan.waves = counted
+    try:
+        yield found
+    finally:
+        plan.waves = cut

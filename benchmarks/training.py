@@ -5,8 +5,9 @@ the whole state, as an optimiser does. How much it computes is set when it start
 has a realistic length; the pass over the state is bound by memory and comes on top.
 
 The pass moves every value along the circle [-0.5, 0.5) in units of 2**-23, which floats add
-without rounding. So each step changes every value, the values stay as incompressible as they were,
-and those of any step can be computed from the seed and the distance moved, bit for bit.
+without rounding. bfloat16 has too few bits for that; there it turns the mantissa of every value,
+whose sign and exponent stay. So each step changes every value, the values stay as incompressible as
+they were, and those of any step can be computed from the seed and the distance moved, bit for bit.
 """
 
 import functools
@@ -23,6 +24,7 @@ from workloads import Workload
 
 CIRCLE = 2**23  # places on it
 STRIDE = 2_908_957  # places that a step moves; odd, so that it takes 2**23 steps to come back
+MANTISSA = 2**7 - 1  # of bfloat16; CIRCLE is a multiple of its places
 POLL_SECONDS = 0.002
 
 
@@ -55,8 +57,7 @@ class Training:
         import jax
 
         start = time.perf_counter()
-        shift = np.float32(STRIDE / CIRCLE)
-        done = self._step(self.state, self._matrices, shift, self._iterations)
+        done = self._step(self.state, self._matrices, np.int32(STRIDE), self._iterations)
         self.state, self.loss = jax.block_until_ready(done)
         self.moved = (self.moved + STRIDE) % CIRCLE
         return time.perf_counter() - start
@@ -77,8 +78,8 @@ class Training:
 
     def same(self, name: str, array, moved: int) -> bool:
         """Whether the array has, bit for bit, the values of this leaf after so many places."""
-        shift = np.float32(moved / CIRCLE)
-        return bool(_same(array, _moved(self.workload.leaf(name, self._seed), shift)))
+        expected = _moved(self.workload.leaf(name, self._seed), np.int32(moved))
+        return bool(_same(array, expected))
 
     def verify(self, restored: dict, moved: int) -> None:
         """Raise unless `restored` is the state as it was then."""
@@ -89,22 +90,27 @@ class Training:
             raise AssertionError(f"{len(wrong)} leaves came back with other values: {wrong[:3]}")
 
 
-def _step(state: dict, matrices, shift, iterations):
+def _step(state: dict, matrices, places, iterations):
     import jax
 
     loss = jax.lax.fori_loop(0, iterations, lambda _, x: x @ matrices, matrices)
-    return {name: _moved_by(array, shift) for name, array in state.items()}, loss[:, 0, 0]
+    return {name: _moved_by(array, places) for name, array in state.items()}, loss[:, 0, 0]
 
 
-def _moved_by(array, shift):
+def _moved_by(array, places):
+    import jax
     import jax.numpy as jnp
 
-    there = array + shift
-    return there - jnp.floor(there + 0.5)
+    if array.dtype == jnp.float32:
+        there = array + places.astype(jnp.float32) / CIRCLE
+        return there - jnp.floor(there + 0.5)
+    bits = jax.lax.bitcast_convert_type(array, jnp.uint16)
+    turned = (bits + places.astype(jnp.uint16)) & MANTISSA
+    return jax.lax.bitcast_convert_type(bits & ~jnp.uint16(MANTISSA) | turned, array.dtype)
 
 
-def _moved(array, shift):
-    return _jitted(_moved_by)(array, shift)
+def _moved(array, places):
+    return _jitted(_moved_by)(array, places)
 
 
 def _same(a, b):
@@ -114,9 +120,8 @@ def _same(a, b):
 def _equal_bits(a, b):
     import jax
 
-    return (
-        jax.lax.bitcast_convert_type(a, "uint32") == jax.lax.bitcast_convert_type(b, "uint32")
-    ).all()
+    bits = f"uint{8 * a.dtype.itemsize}"
+    return (jax.lax.bitcast_convert_type(a, bits) == jax.lax.bitcast_convert_type(b, bits)).all()
 
 
 @functools.cache

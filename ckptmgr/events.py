@@ -48,6 +48,7 @@ class Event:
         "audit" and "readback" of a heartbeat; "wait" where the caller had to wait for a save in
         flight or for host memory; "skip" for a save that a busy slot kept from happening;
         "adapt" where the interval of an adaptive schedule changes: `seconds` is the new one;
+        "compression" when `Storage(compression="auto")` has chosen: `seconds` is what that took;
         "restore".
       step: the step concerned.
       seconds: how long it took.
@@ -57,7 +58,8 @@ class Event:
       saves_in_flight: accepted saves neither durable nor failed, when the event was emitted.
       host_bytes: host memory that snapshots hold at that time, kept buffers included.
       detail: of "wait", for what; of "readback", from where: "storage", or "page cache" where
-        the data could not be put out of it; of "retain", what a budget gave up; of "adapt", why.
+        the data could not be put out of it; of "retain", what a budget gave up; of "adapt", why;
+        of "compression", what and why.
       snapshot_latency: of "transfer"; see `NUMBERS` for this one and the next four.
       flush_latency: of a "save" that succeeded.
       stall: of "call".

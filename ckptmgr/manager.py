@@ -99,14 +99,13 @@ class CheckpointManager:
             recovery = Recovery(self._store, self._clock)
             recovery.recover()
             recovery.sweep_in_background()
-            return b"" if alone else str(self._saves.since_heartbeat).encode()
+            return str(self._saves.since_heartbeat).encode()
 
-        alone = self._coordinator.world == 1
         deadline = self._options.coordination.deadline_seconds
         with meeting.unwrapped():
             count = self._coordinator.lead("start", recover, deadline)
         self._store.check_usable(create=True)
-        self._saves.open(None if alone else int(count))
+        self._saves.open(int(count))
 
     @property
     def directory(self) -> str:

@@ -21,6 +21,7 @@ from ckptmgr.engine import foreign, goals
 from ckptmgr.engine import restore as engine_restore
 from ckptmgr.engine.catalog import Catalog, Entry
 from ckptmgr.engine.goals import Goals
+from ckptmgr.engine.memory import no_collections
 from ckptmgr.engine.steps import OpenItem, OpenStep, info_of, open_step
 from ckptmgr.engine.store import Store, local_path
 from ckptmgr.errors import (
@@ -197,6 +198,7 @@ def _flax_hint(path: str) -> str:
     return " looks like flax's msgpack format, which ckptmgr does not read" if found else ""
 
 
+@no_collections()
 def restore_step(
     step: OpenStep,
     like: Any,

@@ -16,8 +16,10 @@ from typing import Any
 
 from ckptmgr.core import cadence, layout
 from ckptmgr.engine import pipeline, worker
+from ckptmgr.engine.compressing import Compressing
 from ckptmgr.engine.meeting import telling
 from ckptmgr.engine.memory import give_back_freed
+from ckptmgr.engine.overview import last_saved
 from ckptmgr.engine.pacing import Pace
 from ckptmgr.engine.preemption import PreemptionWatch
 from ckptmgr.engine.prepare import Preparer, SaveRequest
@@ -60,6 +62,7 @@ class Saves:
         self._stager = stager
         rank, world = tools.coordinator.rank, tools.coordinator.world
         self._prepare = Preparer(tools.options.storage, stager, tools.emitter.clock, rank, world)
+        self._compressing = Compressing(tools)
         self._in_flight: list[SaveHandle] = []
         self._begun = 0
         self._old: list[str] = []
@@ -75,10 +78,10 @@ class Saves:
 
     # -- when -------------------------------------------------------------------------------
 
-    def open(self, since_heartbeat: int | None = None) -> None:
+    def open(self, since_heartbeat: int) -> None:
         """Begins to watch for preemption. Raises InvalidOption where that is not possible.
 
-        `since_heartbeat` is what process 0 counts, None where each may count for itself.
+        `since_heartbeat` is what process 0 counts.
         """
         self._since_heartbeat = since_heartbeat
         if self._tools.leads:
@@ -164,12 +167,11 @@ class Saves:
     def since_heartbeat(self) -> int:
         """Saves since the last heartbeat, the one that is being made counted.
 
-        Counted in memory; at first from the latest save, so that it survives a restart.
+        Counted in memory; at the start from the latest save, so that it survives a restart.
         """
         if self._since_heartbeat is None:
-            manifests = [e.manifest for e in self._tools.catalog.committed() if e.manifest]
-            newest = max(manifests, key=lambda m: m.created, default=None)
-            self._since_heartbeat = newest.since_heartbeat if newest is not None else 0
+            last = last_saved(self._tools.catalog)
+            self._since_heartbeat = last.since_heartbeat if last is not None else 0
         return self._since_heartbeat
 
     # -- a save -----------------------------------------------------------------------------
@@ -188,7 +190,7 @@ class Saves:
         self._begun += 1
         name = f"save.{self._begun}"
         self._old.append(name)
-        phases = [f"{name}/open"]
+        phases = [f"{name}/open", *self._compressing.phases(name)]
         if self._options.snapshot.when_busy == "skip":
             phases.append(f"{name}/room")
         before = self.since_heartbeat
@@ -197,6 +199,7 @@ class Saves:
             with telling(self._tools.coordinator, *phases, own=True):
                 self.raise_failures()
                 self.refuse_existing(step, overwrite)
+                self._prepare.compress(self._compressing.settle(name))
                 request = self._prepare.survey(step, state, metrics, extra, overwrite, call.started)
                 kind = self._kind(step, sync)
                 reason, waited = self._make_room(name, step, kind, overwrite)
@@ -268,6 +271,7 @@ class Saves:
             stall = flush if job.kind != "async" or handle.stall is None else handle.stall
             self._pace.saved(job.step, stall, flush, job.kind == "heartbeat")
         self._stager.learn()
+        self._compressing.learn(job, handle.flush)
 
     def _job(self, request: SaveRequest, name: str, kind: str) -> pipeline.SaveJob:
         mode = self._options.snapshot.mode

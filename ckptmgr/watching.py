@@ -11,6 +11,7 @@ from ckptmgr import reading
 from ckptmgr.core.info import StepInfo
 from ckptmgr.engine.catalog import Entry
 from ckptmgr.engine.leases import Lease
+from ckptmgr.engine.overview import Overview
 from ckptmgr.errors import InvalidOption, StoreError
 from ckptmgr.events import Clock
 
@@ -64,6 +65,7 @@ class _Watched:
         self, directory: Any, after: int, every: bool, lease_seconds: float, clock: Clock
     ) -> None:
         self._catalog = reading.catalog_of(reading.local_path(directory))
+        self._overview = Overview(self._catalog, clock)
         self._after = after
         self._every = every
         self._lease_seconds = lease_seconds
@@ -104,7 +106,7 @@ class _Watched:
         """The step to yield next."""
         found = [
             entry
-            for entry in self._catalog.committed()
+            for entry in self._overview.committed()
             if entry.step > self._after and not entry.suspect and _identity(entry) not in self._seen
         ]
         if not found:

@@ -3,8 +3,9 @@
 A zarr array has one chunk shape for the whole array. It must be such that no chunk is written by
 two processes. Small leaves get as few chunks as that allows, whatever the number of devices;
 large ones are cut at device shards, so that a shard is written as it lies in memory, and then
-along the leading axes to about `chunk_bytes`, so that a chunk is one run of memory and a finer
-mesh reads only what it needs.
+along the leading axes to about `chunk_bytes`, so that a chunk is one run of memory and a mesh that
+is finer along these axes reads only what it needs. A grid that is finer along the other axes too
+would take a copy of every chunk on its way to disk, see docs/PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -14,6 +15,16 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 from ckptmgr.core.boxes import Box, Shape
+
+LEAST_BYTES, MOST_BYTES, PIECES = 2 * 2**20, 16 * 2**20, 8
+
+
+def usual_chunk_bytes(shard_bytes: int) -> int:
+    """The size to aim for where the user names none: an eighth of a shard, so that a mesh eight
+    times as fine reads no more than it needs, but at least 2 MiB, below which the number of chunks
+    costs time, and at most 16 MiB."""
+    return max(LEAST_BYTES, min(MOST_BYTES, -(-shard_bytes // PIECES)))
+
 
 SHARED_BYTES = 2**20
 """What several processes hold is not cut finer than this to share the writing."""

@@ -120,6 +120,11 @@ def trash_name(step: int, attempt: str) -> str:
     return f"{PRIVATE}/trash/{step}-{attempt}"
 
 
+def probe_name(unique: str) -> str:
+    """A file that is written to see what the disk does; one that is left behind is trash."""
+    return f"{PRIVATE}/trash/probe-{unique}"
+
+
 def is_item_name(name: str) -> bool:
     """Whether an item may have this name: a plain file name that no file of ours has."""
     reserved = (METRICS_ITEM, COMMIT_SUCCESS)
@@ -233,6 +238,11 @@ def chunk_key(driver: str, name: str, index: Sequence[int]) -> str:
     if driver == "zarr":
         return array_prefix(name) + (".".join(map(str, index)) or "0")
     return array_prefix(name) + "/".join(["c", *map(str, index)])
+
+
+def metadata_key(driver: str, name: str) -> str:
+    """The key of an array's metadata in the item's database."""
+    return array_prefix(name) + (".zarray" if driver == "zarr" else "zarr.json")
 
 
 def orbax_name(name: str) -> str:

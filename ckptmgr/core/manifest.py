@@ -144,7 +144,7 @@ class StoredTree:
       shardings: table of the distinct shardings, as JSON objects.
       plain: containers that come back in a plain form -> the class they had.
       driver: TensorStore driver of the arrays, "zarr" or "zarr3".
-      compression: None or "zstd".
+      compression: None or a name in `ckptmgr.core.compression.CODECS`.
       ocdbt: whether the arrays lie in an OCDBT database (False only in steps of Orbax).
       sparse: whether chunks of zeros may be missing (only in zarr3 trees of Orbax before 0.7).
     """

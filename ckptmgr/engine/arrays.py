@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckptmgr.core import boxes, layout, manifest
-from ckptmgr.core.boxes import Box
+from ckptmgr.core import boxes, compression, layout, manifest
+from ckptmgr.core.boxes import Shape
 from ckptmgr.core.leafdigest import ZERO, Sums, add
 from ckptmgr.core.manifest import Chunk, StoredLeaf, StoredTree
 from ckptmgr.core.plan import Part, Wave
 from ckptmgr.engine import leafdigest
-from ckptmgr.engine import leaves as leaf_values
+from ckptmgr.engine.blocks import Block, assemble, values_of
 from ckptmgr.engine.staged import Staged
 from ckptmgr.errors import StoreError
 
@@ -34,7 +34,11 @@ WAVES_COMMITTING = 2
 LOAN_SECONDS = 1.0
 """How long to wait for a buffer that TensorStore, committed, still refers to."""
 
-_OCDBT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
+_OCDBT_CONFIG = {
+    "max_inline_value_bytes": 1024,
+    "max_decoded_node_bytes": 100_000_000,
+    "compression": None,  # of the tree of keys, so that `core.ocdbt` can read it
+}
 _DATA_FILE_BYTES = 2**31
 
 
@@ -74,17 +78,15 @@ def array_spec(tree: StoredTree, leaf: StoredLeaf, kvstore: Mapping[str, Any]) -
     metadata: dict[str, Any] = {"shape": list(leaf.stored_shape)}
     if tree.driver == "zarr":
         metadata["chunks"] = list(leaf.chunk)
-        metadata["compressor"] = {"id": "zstd", "level": 1} if tree.compression else None
+        metadata["compressor"] = compression.compressor(tree.compression, leaf)
         metadata["dimension_separator"] = "."
     else:
         metadata["chunk_grid"] = {
             "name": "regular",
             "configuration": {"chunk_shape": list(leaf.chunk)},
         }
-        codecs: list[Any] = [{"name": "bytes", "configuration": {"endian": "little"}}]
-        if tree.compression:
-            codecs.append({"name": "zstd", "configuration": {"level": 1}})
-        metadata["codecs"] = codecs
+        plain = {"name": "bytes", "configuration": {"endian": "little"}}
+        metadata["codecs"] = [plain, *compression.codecs(tree.compression, leaf)]
     return {
         "driver": tree.driver,
         "kvstore": {**kvstore, "path": layout.array_prefix(leaf.name)},
@@ -122,6 +124,7 @@ class _Digester:
         self._sums: dict[int, Sums] | None = {} if leaf_digests else None
         self._queue: queue.SimpleQueue[tuple[Part, np.ndarray] | None] = queue.SimpleQueue()
         self._chunks: dict[bool, list[Chunk]] = {True: [], False: []}  # by whether written
+        self._noted: list[Chunk] = []
         self._error: BaseException | None = None
         self._taken = self._given = 0
         self._progress = threading.Condition()
@@ -144,6 +147,15 @@ class _Digester:
         """How many parts it was given so far."""
         return self._given
 
+    @property
+    def sums(self) -> bool:
+        """Whether parts are needed for digests of leaves."""
+        return self._sums is not None
+
+    def note(self, chunk: Chunk) -> None:
+        """Takes a chunk that was written and digested."""
+        self._noted.append(chunk)
+
     def wait(self, count: int) -> None:
         """Waits until the first `count` parts are digested; raises what went wrong."""
         with self._progress:
@@ -152,9 +164,10 @@ class _Digester:
             raise self._error
 
     def finish(self) -> Written:
-        """Every chunk, in the order the parts were given, and the sums of leaves."""
+        """Every chunk, by leaf and index, and the sums of leaves."""
         self.wait(self._given)
-        return Written(tuple(self._chunks[True]), tuple(self._chunks[False]), self._sums or {})
+        chunks = sorted([*self._chunks[True], *self._noted], key=lambda c: (c.leaf, c.index))
+        return Written(tuple(chunks), tuple(self._chunks[False]), self._sums or {})
 
     def end(self) -> None:
         """Ends the thread."""
@@ -245,7 +258,7 @@ def write(
     digester = _Digester(staged.plan.tree.leaves, leaf_digests)
     committing: collections.deque[_Committing] = collections.deque()
     try:
-        for number, wave in enumerate(staged.waves):
+        for number in range(len(staged.waves)):
             before_wave()
             while not staged.is_ready(number):
                 if committing:  # its memory may be what the copies wait for
@@ -254,8 +267,14 @@ def write(
                     staged.wait(number)
             transaction = ts.Transaction()
             loans = _Loans()
+            whole, rest = staged.blocks[number]
             try:
-                _fill(transaction, wave, staged, kvstore, ctx, digester, loans)
+                if whole:
+                    into = ts.KvStore.open(kvstore, context=ctx).result()
+                    _fill_blocks(into.with_transaction(transaction), whole, staged, digester)
+                _fill(transaction, rest, staged, kvstore, ctx, digester, loans)
+                if not rest and not digester.sums:
+                    staged.copied(number)
                 if len(committing) >= WAVES_COMMITTING:
                     _settle(committing.popleft(), staged, digester)
             except BaseException:
@@ -316,31 +335,34 @@ def _fill(
         future.copy.result()
 
 
-def assemble(leaf: StoredLeaf, part: Part, staged: Staged) -> np.ndarray:
-    """The values of a part in C order, as stored; its own shard where that is one."""
-    if len(part.sources) == 1 and boxes.contains(part.sources[0][1], part.box):
-        position, box = part.sources[0]
-        values = leaf_values.to_stored(staged.get(part.leaf, position), leaf)
-        if box != part.box:
-            values = values[part.box.within(box)]
-        return np.ascontiguousarray(values).reshape(part.box.shape)
-    out = np.empty(part.box.shape, leaf.stored_dtype)
-    for position, there, here in _pieces(part.box, part.sources):
-        out[there] = leaf_values.to_stored(staged.get(part.leaf, position), leaf)[here]
-    return out
+def _fill_blocks(
+    into: ts.KvStore, blocks: Sequence[Block], staged: Staged, digester: _Digester
+) -> None:
+    tree = staged.plan.tree
+    for block in blocks:
+        values = values_of(block, tree, staged)
+        for part, creates, one in zip(block.parts, block.creates, values, strict=True):
+            leaf = tree.leaves[part.leaf]
+            if creates:
+                made = _metadata(tree.driver, leaf.stored_shape, leaf.chunk, leaf.stored_dtype)
+                into.write(layout.metadata_key(tree.driver, leaf.name), made)
+            for index, where in block.chunks:
+                data = one[where].tobytes()
+                into.write(layout.chunk_key(tree.driver, leaf.name, index), data)
+                if not digester.sums:
+                    digester.note(Chunk(part.leaf, index, len(data), manifest.digest(data)))
+            if digester.sums:
+                digester.give(part, one)
 
 
 @functools.lru_cache(maxsize=4096)
-def _pieces(
-    box: Box, sources: tuple[tuple[int, Box], ...]
-) -> tuple[tuple[int, tuple[slice, ...], tuple[slice, ...]], ...]:
-    """(position of a source, where its piece goes in `box`, where the piece lies in it)."""
-    met = ((position, source, boxes.intersect(source, box)) for position, source in sources)
-    return tuple(
-        (position, common.within(box), common.within(source))
-        for position, source, common in met
-        if common is not None
-    )
+def _metadata(driver: str, shape: Shape, chunk: Shape, dtype: str) -> bytes:
+    """What TensorStore stores as the metadata of an array without compression."""
+    leaf = StoredLeaf((), "array", shape, dtype, "a", dtype, shape, chunk)
+    tree = StoredTree((leaf,), 0, driver=driver)
+    made = ts.open(array_spec(tree, leaf, {"driver": "memory"}), create=True).result().kvstore
+    assert made is not None
+    return made[layout.metadata_key(driver, layout.ROOT_ARRAY)]
 
 
 def writes_any(waves: Sequence[Wave]) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from ckptmgr.core.boxes import Shape
 from ckptmgr.core.manifest import Chunk
-from ckptmgr.engine import arrays
+from ckptmgr.engine import arrays, blocks
 from ckptmgr.engine.snapshot import Ordering
 from ckptmgr.engine.staged import Staged
 
@@ -72,7 +72,7 @@ def _digests(staged: Staged) -> dict[tuple[int, Shape], str]:
         for write in wave:
             leaf = staged.plan.tree.leaves[write.leaf]
             for part in write.parts:
-                values = arrays.assemble(leaf, part, staged)
+                values = blocks.assemble(leaf, part, staged)
                 for chunk in arrays.chunks_of(leaf, part, values):
                     found[chunk.leaf, chunk.index] = chunk.digest
                 del values

@@ -80,14 +80,16 @@ class Catalog:
 
     def __init__(self, store: Store, clock: Clock, new_attempt: Callable[[], str]) -> None:
         self.store = store
-        self._records = Records(store)
+        self.records = Records(store)
         self._clock = clock
         self._new_attempt = new_attempt
 
     # -- what there is ----------------------------------------------------------------------
 
-    def entries(self) -> Iterator[Entry]:
-        """Every directory with a step's name, newest first; read one by one."""
+    def entries(self, look: Callable[[int], Entry | None] | None = None) -> Iterator[Entry]:
+        """Every directory with a step's name, newest first; each read, or looked at by `look`, when
+        it is its turn."""
+        look = look or self.entry
         seen: set[int] = set()
         gone = True
         while gone:  # what was listed may have gone since, and newer steps come
@@ -96,7 +98,7 @@ class Catalog:
             found = {number for number in numbers if number is not None and number not in seen}
             for step in sorted(found, reverse=True):
                 seen.add(step)
-                entry = self.entry(step)
+                entry = look(step)
                 if entry is not None:
                     yield entry
                 elif not self.store.exists(layout.step_name(step)):
@@ -134,16 +136,20 @@ class Catalog:
         if manifest.step != step:
             why = f"it is the manifest of step {manifest.step}; rename the directory to that number"
             return Entry(step, problem=Problem(layout.MANIFEST, why))
-        if self._records.damaged(step) == manifest.attempt:
+        return self.with_records(step, manifest, self.records)
+
+    def with_records(self, step: int, manifest: Manifest, records: Records) -> Entry:
+        """A step of ours with what is on record about it."""
+        if records.damaged(step) == manifest.attempt:
             record = layout.damaged_name(step)
             why = f"found damaged by an earlier restore, see {self.store.path(record)}"
             return Entry(step, problem=Problem(record, why))
         return Entry(
             step,
             manifest,
-            suspect=self._records.doubt(step, manifest.attempt),
-            verified=self._records.verified(step, manifest.attempt),
-            pinned=self._records.pin(step),
+            suspect=records.doubt(step, manifest.attempt),
+            verified=records.verified(step, manifest.attempt),
+            pinned=records.pin(step),
         )
 
     def mark_damaged(self, entry: Entry, reason: str) -> None:
@@ -152,7 +158,7 @@ class Catalog:
         Nothing of it is changed; removing the record takes that back.
         """
         if entry.manifest is not None:
-            self._records.put_damaged(entry.step, entry.manifest.attempt, reason)
+            self.records.put_damaged(entry.step, entry.manifest.attempt, reason)
 
     def mark_suspects(self, reason: str) -> tuple[int, ...]:
         """Marks the staged saves since the last heartbeat; returns their steps.
@@ -174,7 +180,7 @@ class Catalog:
         marked = []
         for document in found:
             try:
-                self._records.put_doubt(document.step, document.attempt, reason)
+                self.records.put_doubt(document.step, document.attempt, reason)
             except StoreError as exc:
                 logger.warning("step %d: its doubt is not on record: %s", document.step, exc)
             else:
@@ -189,9 +195,9 @@ class Catalog:
         """
         try:
             if attempt and not problems:
-                self._records.put_verified(step, attempt, self._clock.time())
+                self.records.put_verified(step, attempt, self._clock.time())
             elif not all(problem.transient for problem in problems):
-                self._records.retract_verified(step)
+                self.records.retract_verified(step)
         except StoreError as exc:
             logger.warning("step %d: its verification is not on record: %s", step, exc)
 
@@ -213,7 +219,7 @@ class Catalog:
                 return Entry(step, problem=_NO_MANIFEST)
             found = True
         if found or self._has_checkpoint_metadata(name):
-            return Entry(step, foreign=True, pinned=self._records.pin(step))
+            return Entry(step, foreign=True, pinned=self.records.pin(step))
         if not self.store.is_dir(name):
             return None
         return Entry(step, problem=Problem("", "no manifest of ckptmgr and no metadata of Orbax"))
@@ -279,7 +285,7 @@ class Catalog:
                 owners.LIVE.discard(attempt.id)  # its intent lets the next start remove it
             else:
                 self._end(attempt)
-            self._records.retract_doubt(attempt.step)  # of the step before
+            self.records.retract_doubt(attempt.step)  # of the step before
         except StoreError as exc:
             raise StoreError(
                 f"step {attempt.step} is in place, but may not survive a crash of the machine: "
@@ -329,7 +335,7 @@ class Catalog:
             if isinstance(exc.__cause__, FileNotFoundError):
                 return
             raise
-        known = self._records.damaged(attempt.step)
+        known = self.records.damaged(attempt.step)
         if self.store.is_own_dir(aside) and self._is_whole_step(aside, attempt.step, known):
             self.store.rename(aside, final)  # another writer just put it there
             return
@@ -400,14 +406,14 @@ class Catalog:
 
     def pin(self, step: int, reason: str) -> None:
         """Puts on record that retention must leave a step."""
-        self._records.put_pin(step, reason, self._clock.time())
+        self.records.put_pin(step, reason, self._clock.time())
 
     def pinned(self, step: int) -> str:
         """Why retention must leave a step, "" where it may go."""
-        return self._records.pin(step)
+        return self.records.pin(step)
 
     def unpin(self, step: int) -> None:
-        self._records.remove_pin(step)
+        self.records.remove_pin(step)
 
     # -- deletion ---------------------------------------------------------------------------
 
@@ -428,8 +434,8 @@ class Catalog:
                 return False  # somebody else deleted it meanwhile
             raise
         self.store.remove_file(layout.suspect_name(step))
-        self._records.retract_verified(step)
-        self._records.remove_pin(step)
+        self.records.retract_verified(step)
+        self.records.remove_pin(step)
         return True
 
     def _discard(self, name: str, step: int, unique: str, unless: Callable[[], bool]) -> bool:

@@ -143,7 +143,7 @@ def _device_goal(
     number: int, leaf: StoredLeaf, dtype: str, sharding: Any, weak_type: bool = False
 ) -> Goal:
     kind = "key" if leaf.kind == "key" else "jax"
-    if dtype and jax.dtypes.canonicalize_dtype(dtype).name != dtype:
+    if dtype and not _is_kept(dtype, jax.config.read("jax_enable_x64")):
         raise ValueError(f"{dtype} needs jax_enable_x64; without it JAX would cut the values")
     wish = _whole_wish(leaf.stored_shape)
     if sharding is not None:
@@ -242,14 +242,15 @@ def _goal_for(
         return _kinds_differ(leaf, target)
     if not leaf.has_array:
         return _kinds_differ(leaf, target)
-    wants_key = jnp.issubdtype(target.dtype, jax.dtypes.prng_key)
+    name = _name_of(target.dtype)
+    wants_key = name is None
     if wants_key != (leaf.kind == "key"):
         return _kinds_differ(leaf, target)
     if tuple(target.shape) != leaf.shape:
         return f"shape: stored {leaf.shape}, target {tuple(target.shape)}"
     if wants_key and str(target.dtype) != f"key<{_impl_tag(leaf.impl)}>":
         return f"dtype: stored key<{_impl_tag(leaf.impl)}>, target {target.dtype}"
-    dtype = "" if wants_key else target.dtype.name
+    dtype = name or ""
     if not wants_key and not _may_become(leaf, np.dtype(dtype), cast):
         advice = " (cast=True converts)" if _castable(leaf.dtype, dtype) else ""
         return f"dtype: stored {leaf.dtype}, target {dtype}{advice}"
@@ -270,6 +271,19 @@ def _goal_for(
         return _device_goal(number, leaf, dtype, sharding, weak)
     except ValueError as exc:
         return f"placement: {exc}"
+
+
+@functools.lru_cache(maxsize=256)
+def _name_of(dtype: Any) -> str | None:
+    """The name of a dtype, None for that of keys."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return None if is_key else str(np.dtype(dtype).name)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_kept(dtype: str, x64: bool) -> bool:
+    """Whether JAX, with or without x64, leaves values of a dtype as they are."""
+    return bool(jax.dtypes.canonicalize_dtype(dtype).name == dtype)
 
 
 def _goal_for_python(number: int, leaf: StoredLeaf, target: Any, cast: bool) -> Goal | str:

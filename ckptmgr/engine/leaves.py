@@ -112,7 +112,7 @@ def survey(state: Any, storage: Storage, places: shardings.PlacesCache, step: in
                 dtype=dtype,
                 stored_dtype=stored,
                 stored_shape=source.shape,
-                chunk=grids(source.shape, stored, pieces, (rule and rule.chunk_bytes) or 0),
+                chunk=grids(source.shape, stored, pieces, rule.chunk_bytes if rule else None),
                 sharding=number,
             )
         leaves.append(leaf)
@@ -289,43 +289,48 @@ class _Grids:
     """Chunk shapes; a tree has few different ones.
 
     Args:
-      chunk_bytes: the size to aim for.
+      chunk_bytes: the size to aim for, None for the usual one.
       found: the leaves with their sources.
       shards: of each leaf.
     """
 
     def __init__(
         self,
-        chunk_bytes: int,
+        chunk_bytes: int | None,
         found: Sequence[tuple[StoredLeaf, Source]],
         shards: Sequence[Sequence[Shard]],
     ) -> None:
-        self._chunk_bytes = self._shared_bytes = chunk_bytes
+        self._chunk_bytes = chunk_bytes
         self._known: dict[Any, Shape] = {}
-        shared, processes = 0, 1
+        self._shared, self._processes = 0, 1
         for (_, source), pieces in zip(found, shards, strict=True):
             for shard in pieces:
                 if len(shard.holders) > 1 and source is not None:
-                    shared += shard.box.size * source.dtype.itemsize
-                    processes = max(processes, len(shard.holders))
-        if processes > 1:
-            self._shared_bytes = chunking.shared_chunk_bytes(chunk_bytes, shared, processes)
+                    self._shared += shard.box.size * source.dtype.itemsize
+                    self._processes = max(self._processes, len(shard.holders))
 
     def __call__(
-        self, shape: Shape, dtype: str, pieces: Sequence[Shard], chunk_bytes: int
+        self, shape: Shape, dtype: str, pieces: Sequence[Shard], chunk_bytes: int | None
     ) -> Shape:
         """The chunk shape of an array; with `chunk_bytes` that instead of what holds for all."""
         key = (shape, dtype, id(pieces), chunk_bytes)
         if key not in self._known:
-            is_shared = any(len(shard.holders) > 1 for shard in pieces)
+            itemsize = np.dtype(dtype).itemsize
             self._known[key] = chunking.chunk_shape(
                 shape,
-                np.dtype(dtype).itemsize,
+                itemsize,
                 [shard.box for shard in pieces],
                 [shard.holders for shard in pieces],
-                chunk_bytes or (self._shared_bytes if is_shared else self._chunk_bytes),
+                chunk_bytes or self._aim(itemsize, pieces),
             )
         return self._known[key]
+
+    def _aim(self, itemsize: int, pieces: Sequence[Shard]) -> int:
+        largest = max(shard.box.size for shard in pieces) * itemsize
+        aim = self._chunk_bytes or chunking.usual_chunk_bytes(largest)
+        if self._processes > 1 and any(len(shard.holders) > 1 for shard in pieces):
+            return chunking.shared_chunk_bytes(aim, self._shared, self._processes)
+        return aim
 
 
 def _sharding_number(

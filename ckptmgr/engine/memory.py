@@ -11,11 +11,17 @@ and the oldest go when room is needed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
+import math
+import mmap
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
+
+import jax
 
 Kind = Hashable
 """Buffers of the same kind are interchangeable."""
@@ -106,17 +112,53 @@ class HostMemory:
 
 
 MANY_LEAVES = 256
-"""From so many on what a save frees is given back."""
+"""From so many on what a save or a restore frees is given back."""
 
 
 def give_back_freed(leaves: int) -> None:
-    """Returns to the system what the C library keeps of freed memory, after a save of so many leaves.
+    """Returns to the system what the C library keeps of freed memory, after a save or a restore of
+    so many leaves.
 
-    A save of many leaves allocates on many threads, and glibc keeps a heap for each: 3,000 leaves
-    made a process grow from 0.8 to 1.7 GiB in 25 saves, all but 0.7 GiB of it free. It takes 2 to
-    40 ms, on the thread of the save. Saves of a few large leaves do not grow, and use the same
+    Many leaves are allocated on many threads, and glibc keeps a heap for each: 3,000 leaves made a
+    process grow from 0.8 to 1.7 GiB in 25 saves, all but 0.7 GiB of it free. It takes 2 to 40 ms,
+    on the thread of the save. A few large leaves do not make a process grow, and use the same
     memory again, which is slow to touch anew; theirs is left.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None and leaves >= MANY_LEAVES:
         trim(0)
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Python does not look for cycles meanwhile: of the many objects that a restore of thousands of
+    leaves makes none is garbage, and looking through them again and again took a third of it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+FRESH_BYTES = 32 * 2**20
+"""Blocks that are larger than this glibc takes from the system and gives back each time."""
+
+
+def want_huge_pages(copy: jax.Array) -> None:
+    """Asks for huge pages under an array in host memory, before the values have arrived there.
+
+    Memory from the system is slow to touch page by page: of a copy of 1 GiB it was half of the time.
+    Nothing comes of it where the system has no `madvise`, or the pages are there already.
+    """
+    if math.prod(copy.sharding.shard_shape(copy.shape)) * copy.dtype.itemsize <= FRESH_BYTES:
+        return
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advise is not None and advice is not None:
+        for shard in copy.addressable_shards:
+            begin = shard.data.unsafe_buffer_pointer()
+            start = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+            stop = (begin + shard.data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)

@@ -212,7 +212,8 @@ def _open(job: SaveJob, tools: Tools) -> Attempt:
 def _claim(job: SaveJob) -> Claim:
     how = {"async": "in the background", "sync": "synchronously"}.get(job.kind, f"as {job.kind}")
     call = f"saves step {job.step} {how}" + (", overwriting" if job.overwrite else "")
-    items = {item.name: item.text() if isinstance(item, TreeItem) else "" for item in job.items}
+    items = {item.name: "" for item in job.items}
+    items |= {item.name: item.documents.text() for item in job.trees}
     return Claim(call, manifest.digest(json.dumps(items).encode()))
 
 

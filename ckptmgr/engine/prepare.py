@@ -16,10 +16,11 @@ from typing import Any
 
 import jax
 
-from ckptmgr.core import layout, tree, values
+from ckptmgr.core import layout, values
 from ckptmgr.core.info import Items, is_stateful
 from ckptmgr.core.plan import SavePlan, plan_save
 from ckptmgr.engine import leaves, pipeline, shardings
+from ckptmgr.engine.documents import Documents
 from ckptmgr.engine.leaves import Source
 from ckptmgr.engine.recipe import Recipe
 from ckptmgr.engine.snapshot import Ordering, Stager
@@ -38,24 +39,18 @@ class _Structure:
     """What all trees of one structure have in common.
 
     Attributes:
-      flat: a tree taken apart; its own leaves are not kept.
       plan: what this process writes.
       keep: numbers of the leaves that are stored, None for all.
       nbytes: bytes of its arrays.
+      documents: its metadata files.
       recipes: mode -> how to copy it.
     """
 
-    flat: tree.Flat
     plan: SavePlan
     keep: tuple[int, ...] | None
     nbytes: int
+    documents: Documents
     recipes: dict[str, Recipe] = field(default_factory=dict)
-    _text: str = ""
-
-    def text(self) -> str:
-        """Its stored tree as JSON, made once: by the first save, in the background."""
-        self._text = self._text or self.plan.tree.to_json()
-        return self._text
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +93,12 @@ class Preparer:
         self._rank = rank
         self._alone = world == 1
         self._structures: dict[Hashable, _Structure] = {}
+
+    def compress(self, compression: str | None) -> None:
+        """From now on trees are stored so; the structures that are known say otherwise."""
+        if compression != self._storage.compression:
+            self._storage = replace(self._storage, compression=compression)  # type: ignore[arg-type]
+            self._structures.clear()
 
     def survey(
         self,
@@ -143,8 +144,8 @@ class Preparer:
             _refuse_arrays_of_several(survey)
         plan = plan_save(survey.stored, survey.shards, self._rank)
         nbytes = sum(leaf.nbytes for leaf in plan.tree.leaves)
-        flat = replace(survey.flat, leaves=())
-        structure = _Structure(flat, plan, survey.keep, nbytes)
+        documents = Documents(replace(survey.flat, leaves=()), plan.tree)
+        structure = _Structure(plan, survey.keep, nbytes, documents)
         if key is not None:
             while len(self._structures) >= STRUCTURES:
                 del self._structures[next(iter(self._structures))]
@@ -164,8 +165,8 @@ class Preparer:
     ) -> pipeline.SaveJob:
         """What is to be done. Raises InvalidOption where the mode cannot be kept strictly.
 
-        The copies are not ordered yet. `name` and `old` are as in `SaveJob`. With `audit_mode` values are read directly, and staged in
-        that mode besides.
+        The copies are not ordered yet. `name` and `old` are as in `SaveJob`. With `audit_mode`
+        values are read directly, and staged in that mode besides.
         """
         trees = [(label, item) for label, item in request.items if isinstance(item, _Tree)]
         ordering = self._order(request.step, "direct" if audit_mode else mode, trees)
@@ -173,8 +174,7 @@ class Preparer:
         items: list[TreeItem | StateItem] = []
         for label, item in request.items:
             if isinstance(item, _Tree):
-                structure = item.structure
-                items.append(TreeItem(label, structure.flat, staged[label], structure.text))
+                items.append(TreeItem(label, staged[label], item.structure.documents))
             else:
                 items.append(StateItem(label, item))
         stored = [item.structure.plan.tree for _, item in trees]

@@ -1,8 +1,9 @@
 """Arrays out of zarr: strict, verified, straight into the caller's memory.
 
-Where a unit is one whole chunk that lies in the database as plain bytes, which is what small
-leaves are, it is read by its key: its digest says more than opening the array would, and the
-opening is most of the time that a small leaf takes. Everything else goes through TensorStore's
+Where a unit is one whole chunk that lies in the database as plain bytes, its digest says more than
+opening the array would. A restore reads such chunks from their files, see `ckptmgr.engine.direct`;
+what does not come that way, or is not looked for there, is read by its key where it is small, for
+the opening is most of the time that a small leaf takes. Everything else goes through TensorStore's
 zarr driver.
 """
 
@@ -20,7 +21,7 @@ from ckptmgr.core import boxes, layout, manifest
 from ckptmgr.core.boxes import Box, Shape
 from ckptmgr.core.manifest import StoredLeaf, StoredTree
 from ckptmgr.core.plan import Unit
-from ckptmgr.engine import arrays
+from ckptmgr.engine import arrays, direct
 from ckptmgr.errors import CorruptCheckpoint, Problem
 
 READ_AHEAD_BYTES = 128 * 2**20
@@ -74,6 +75,13 @@ class Reader:
         self._digests = digests
         self._context = arrays.context()
         self._database: ts.KvStore | None = None
+        self._places: direct.Places = {}
+
+    def locate(self, units: Sequence[Unit]) -> None:
+        """Looks for the places of chunks in their files, for what `read` is going to be asked."""
+        count = sum(self._is_plain(unit) for unit in units)
+        if count and self._tree.ocdbt:
+            self._places = direct.find_places(self._path, self._kvstore(), self._context, count)
 
     def _kvstore(self) -> dict[str, Any]:
         if self._tree.ocdbt:
@@ -116,17 +124,63 @@ class Reader:
 
         Raises CorruptCheckpoint for whatever cannot be read or has another digest.
         """
+        units = self._read_direct(units, wanted, into)
         pending: collections.deque[tuple[Asked, bool]] = collections.deque()
         ahead = 0
         for unit, opening in zip(units, self.begin(units), strict=True):
             leaf = self._tree.leaves[unit.leaf]
-            values, direct = _place_for(unit, leaf, wanted[unit.leaf], into[unit.leaf])
-            pending.append((self.ask(unit, opening, values), direct))
+            values, straight = _place_for(unit, leaf, wanted[unit.leaf], into[unit.leaf])
+            pending.append((self.ask(unit, opening, values), straight))
             ahead += values.nbytes
             while ahead > READ_AHEAD_BYTES and len(pending) > 1:
                 ahead -= self._finish(*pending.popleft(), wanted, into)
         while pending:
             self._finish(*pending.popleft(), wanted, into)
+
+    def _read_direct(
+        self,
+        units: Sequence[Unit],
+        wanted: Mapping[int, Sequence[Box]],
+        into: Mapping[int, Sequence[np.ndarray]],
+    ) -> Sequence[Unit]:
+        """Reads from their files what has a known place; the units that are left."""
+        if not self._places:
+            return units
+        pieces: list[direct.Piece] = []
+        left: list[int] = []
+        for number, unit in enumerate(units):
+            piece = self._piece(number, unit, wanted[unit.leaf], into[unit.leaf])
+            if piece is None:
+                left.append(number)
+            else:
+                pieces.append(piece)
+        left += direct.read(pieces)
+        return [units[number] for number in sorted(left)]
+
+    def _piece(
+        self, number: int, unit: Unit, wanted: Sequence[Box], into: Sequence[np.ndarray]
+    ) -> direct.Piece | None:
+        leaf = self._tree.leaves[unit.leaf]
+        if not self._is_plain(unit):
+            return None
+        index = unit.chunks[0]
+        place = self._places.get(layout.chunk_key(self._tree.driver, leaf.name, index))
+        size = manifest.itemsize(leaf.stored_dtype)
+        length = place.length if isinstance(place, direct.Place) else len(place or b"")
+        if place is None or length != boxes.whole(leaf.chunk).size * size:
+            return None
+        known = self._digests[unit.leaf, index] if self._compare else ""
+        target = _target_of(unit, leaf, wanted, into)
+        if target is not None and target.flags.c_contiguous:
+            run: np.ndarray | None = target.reshape(-1).view(np.uint8)
+        else:
+            run = None
+
+        def put(found: np.ndarray) -> None:
+            values = found.view(leaf.stored_dtype).reshape(unit.box.shape)
+            _scatter(unit, leaf, values, wanted, into)
+
+        return direct.Piece(number, place, unit.box.size * size, known, run, put)
 
     def begin(self, units: Sequence[Unit]) -> list[Opening]:
         """Starts to open the array of each unit, once per leaf; None where a key is enough."""
@@ -177,13 +231,21 @@ class Reader:
             if known and arrays.digest(values) != known:
                 raise self._corrupt(leaf, f"box {unit.box} has other bytes than were saved")
 
-    def _goes_by_key(self, unit: Unit) -> bool:
-        """A whole chunk with a digest, small, and stored as its plain bytes without padding."""
+    def _is_plain(self, unit: Unit) -> bool:
+        """One whole chunk with a digest, stored as its plain bytes, padding only behind them."""
         leaf = self._tree.leaves[unit.leaf]
         return (
             len(unit.chunks) == 1
-            and bool(self._digests.get((unit.leaf, unit.chunks[0])))
             and self._tree.compression is None
+            and unit.box.shape[1:] == leaf.chunk[1:]
+            and bool(self._digests.get((unit.leaf, unit.chunks[0])))
+        )
+
+    def _goes_by_key(self, unit: Unit) -> bool:
+        """A whole chunk, small, and without padding."""
+        leaf = self._tree.leaves[unit.leaf]
+        return (
+            self._is_plain(unit)
             and unit.box.shape == leaf.chunk
             and unit.box.size * manifest.itemsize(leaf.stored_dtype) <= SMALL_BYTES
         )
@@ -211,21 +273,16 @@ class Reader:
     def _finish(
         self,
         asked: Asked,
-        direct: bool,
+        straight: bool,
         wanted: Mapping[int, Sequence[Box]],
         into: Mapping[int, Sequence[np.ndarray]],
     ) -> int:
         """Settles a unit and hands it on unless it lies in its target; returns its bytes."""
         self.settle(asked)
         unit, values = asked.unit, asked.values
-        leaf = self._tree.leaves[unit.leaf]
-        if not direct:
-            logical = values.view(leaf.dtype) if leaf.dtype else values
-            for i in unit.targets:
-                common = boxes.intersect(unit.box, wanted[unit.leaf][i])
-                if common is not None:
-                    piece = logical[common.within(unit.box)]
-                    into[unit.leaf][i][common.within(wanted[unit.leaf][i])] = piece
+        if not straight:
+            leaf = self._tree.leaves[unit.leaf]
+            _scatter(unit, leaf, values, wanted[unit.leaf], into[unit.leaf])
         return values.nbytes
 
     def _corrupt(
@@ -245,13 +302,42 @@ def _place_for(
     unit: Unit, leaf: StoredLeaf, wanted: Sequence[Box], into: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, bool]:
     """Where a unit is read to: straight into its one target, else an array of its own."""
-    if len(unit.targets) == 1:
-        box, target = wanted[unit.targets[0]], into[unit.targets[0]]
-        same_type = target.dtype == np.dtype(leaf.dtype or leaf.stored_dtype)
-        if same_type and boxes.contains(box, unit.box):
-            where: Any = (*unit.box.within(box), ...)  # the dots keep 0-d arrays arrays
-            return target[where].view(leaf.stored_dtype), True
-    return np.empty(unit.box.shape, leaf.stored_dtype), False
+    target = _target_of(unit, leaf, wanted, into)
+    if target is None:
+        return np.empty(unit.box.shape, leaf.stored_dtype), False
+    return target, True
+
+
+def _target_of(
+    unit: Unit, leaf: StoredLeaf, wanted: Sequence[Box], into: Sequence[np.ndarray]
+) -> np.ndarray | None:
+    """Where the values of a unit lie in the one target that takes all of them as they are stored."""
+    if len(unit.targets) != 1:
+        return None
+    box, target = wanted[unit.targets[0]], into[unit.targets[0]]
+    if target.dtype != np.dtype(leaf.dtype or leaf.stored_dtype):
+        return None
+    if box == unit.box:
+        return target.view(leaf.stored_dtype)
+    if not boxes.contains(box, unit.box):
+        return None
+    where: Any = (*unit.box.within(box), ...)  # the dots keep 0-d arrays arrays
+    return target[where].view(leaf.stored_dtype)
+
+
+def _scatter(
+    unit: Unit,
+    leaf: StoredLeaf,
+    values: np.ndarray,
+    wanted: Sequence[Box],
+    into: Sequence[np.ndarray],
+) -> None:
+    """Copies the values of a unit to every target that it meets."""
+    logical = values.view(leaf.dtype) if leaf.dtype else values
+    for i in unit.targets:
+        common = boxes.intersect(unit.box, wanted[i])
+        if common is not None:
+            into[i][common.within(wanted[i])] = logical[common.within(unit.box)]
 
 
 def _read_into(values: np.ndarray, source: ts.TensorStore) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -19,13 +19,18 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from ckptmgr.core import plan as plans
 from ckptmgr.core.boxes import Shape
 from ckptmgr.core.plan import SavePlan, Wave
-from ckptmgr.engine import shardings
+from ckptmgr.engine import blocks, shardings
+from ckptmgr.engine.blocks import Block
 from ckptmgr.engine.leaves import Source
 from ckptmgr.engine.memory import Kind
 from ckptmgr.engine.programs import Copy, Gather
 
 GATHER_BYTES = 64 * 2**10
-"""Pieces up to this size, per device, may be gathered."""
+"""Pieces up to this size, per device, may be gathered: on an accelerator they are put together in
+its own memory."""
+
+HOST_GATHER_BYTES = 2**20
+"""The same where they are put together on the host, which costs nothing besides."""
 
 GATHER_FROM = 256
 """Gathered only where so many single transfers are saved; a few are quick."""
@@ -94,6 +99,7 @@ class Recipe:
       where: (leaf, local shard, or None for all) -> its load.
       members: the same of what is gathered -> its place there.
       nbytes: host memory that all loads take.
+      blocks: of each wave what is written by keys, and the rest.
     """
 
     mode: str
@@ -104,6 +110,27 @@ class Recipe:
     where: Mapping[tuple[int, int | None], Load]
     members: Mapping[tuple[int, int | None], Member]
     nbytes: int
+    blocks: tuple[tuple[tuple[Block, ...], Wave], ...] = ()
+
+    def load_of(self, leaf: int, position: int) -> tuple[Load, tuple[int, int | None]]:
+        """The load that has a local shard, and what the shard is called there."""
+        load = self.where.get((leaf, position))
+        if load is not None:
+            return load, (leaf, position)
+        return self.where[leaf, None], (leaf, None)
+
+    def follows(self, leaf: int, position: int, other: int) -> bool:
+        """Whether this shard of `other` lies right behind that of `leaf`, and is alike."""
+        (load, key), (then, behind) = self.load_of(leaf, position), self.load_of(other, position)
+        if load is not then or not load.members:
+            return False
+        a, b = self.members[key], self.members[behind]
+        return b.start == a.start + a.size and (a.size, a.shape, a.dtype, a.position is None) == (
+            b.size,
+            b.shape,
+            b.dtype,
+            b.position is None,
+        )
 
     @property
     def kinds(self) -> set[Kind]:
@@ -186,7 +213,7 @@ class _Cook:
         local: Shape = sharding.shard_shape(shape)
         nbytes = math.prod(local) * source.dtype.itemsize
         return (
-            0 < nbytes <= GATHER_BYTES
+            0 < nbytes <= (HOST_GATHER_BYTES if shardings.is_on_host(source) else GATHER_BYTES)
             and _is_plain(source.dtype)
             and source.dtype.itemsize <= 4
             and isinstance(sharding, (NamedSharding, SingleDeviceSharding))
@@ -288,7 +315,8 @@ def make(
     nbytes = sum(load.nbytes for wave in loads for load in wave)
     members = {(m.leaf, m.position): m for wave in loads for load in wave for m in load.members}
     freed = tuple(map(tuple, frees))
-    return Recipe(mode, plan, waves, tuple(loads), freed, cook.where, members, nbytes)
+    made = Recipe(mode, plan, waves, tuple(loads), freed, cook.where, members, nbytes)
+    return replace(made, blocks=tuple(blocks.cut(wave, plan.tree, made) for wave in waves))
 
 
 def is_viewed(mode: str, array: jax.Array) -> bool:

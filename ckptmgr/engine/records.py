@@ -35,7 +35,7 @@ class Records:
         record = self._read(name, "reason")
         if record:
             return str(record["reason"]) if record.get("attempt") == attempt else ""
-        if not self._store.exists(name):
+        if not self._exists(name):
             return ""
         return f"the record {self._store.path(name)} cannot be read; remove it if the step is good"
 
@@ -60,7 +60,7 @@ class Records:
     def pin(self, step: int) -> str:
         """Why retention must leave a step, or ""; a record that cannot be read is a pin."""
         name = layout.pin_name(step)
-        if not self._store.exists(name):
+        if not self._exists(name):
             return ""
         reason = self._read(name, "reason").get("reason")
         return str(reason) if reason else f"the record {self._store.path(name)} cannot be read"
@@ -73,12 +73,20 @@ class Records:
             self._store.remove_file(layout.pin_name(step))
             self._store.sync_path(os.path.dirname(layout.pin_name(step)))
 
+    def listed(self) -> Records:
+        """The same records for one pass over all steps, most of which have none: their directories
+        are listed, each once, instead of trying every file."""
+        return _Listed(self._store)
+
     def _put(self, name: str, **fields: Any) -> None:
         self._store.keep_dir(os.path.dirname(name))
         self._store.remove_tree(name)
         self._store.put_file(name, json.dumps(fields).encode())
         self._store.sync_path(name)
         self._store.sync_path(os.path.dirname(name))
+
+    def _exists(self, name: str) -> bool:
+        return self._store.exists(name)
 
     def _read(self, name: str, needed: str) -> dict[str, Any]:
         """A record, empty where there is none that can be read."""
@@ -87,3 +95,27 @@ class Records:
         except (StoreError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) and needed in found else {}
+
+
+class _Listed(Records):
+    """Records whose directories are listed once. One that cannot be listed may hold any of them."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._names: dict[str, frozenset[str] | None] = {}
+
+    def _exists(self, name: str) -> bool:
+        return self._is_listed(name) and super()._exists(name)
+
+    def _read(self, name: str, needed: str) -> dict[str, Any]:
+        return super()._read(name, needed) if self._is_listed(name) else {}
+
+    def _is_listed(self, name: str) -> bool:
+        directory, _, file = name.rpartition("/")
+        if directory not in self._names:
+            try:
+                self._names[directory] = frozenset(self._store.names(directory))
+            except StoreError:
+                self._names[directory] = None
+        names = self._names[directory]
+        return names is None or file in names

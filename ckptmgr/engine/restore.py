@@ -7,6 +7,7 @@ a leaf larger than that is a wave of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from ckptmgr.core.manifest import StoredLeaf, StoredTree
 from ckptmgr.core.plan import RestorePlan, Wanted
 from ckptmgr.engine import shardings
 from ckptmgr.engine.goals import Goal, Goals, family, physical, stored_tree
+from ckptmgr.engine.memory import give_back_freed
 from ckptmgr.engine.reader import Reader
 from ckptmgr.engine.steps import OpenItem
 from ckptmgr.errors import TreeMismatch
@@ -67,6 +69,7 @@ def read(
     for unit in reads.units:
         units.setdefault(unit.leaf, []).append(unit)
     reader = Reader(step, stored, item.path, item.digests, compare=verify)
+    reader.locate(reads.units)
     results: list[Any] = [None] * len(goals.goals)
     moving: list[Any] = []
     misfits: dict[str, str] = {}
@@ -94,6 +97,7 @@ def read(
         if goal.wish is None:
             value = stored.leaves[goal.leaf].value
             results[i] = int(value or 0) if goal.kind == "python" else value
+    give_back_freed(len(units))
     return goals.build(results)
 
 
@@ -109,22 +113,36 @@ def _broadcast(goals: Sequence[Goal], results: list[Any], ready: Callable[[], No
         results[i] = array
 
 
+WAVES, LEAST_WAVE_BYTES = 16, 16 * 2**20
+"""A restore goes in about so many waves, none smaller than this: what a device does not take over
+without a copy is there twice while its wave is handed over."""
+
+
 def _waves(goals: Sequence[Goal], stored: StoredTree, host_bytes: int) -> Iterator[list[int]]:
-    """Numbers of goals whose values are read and handed over together."""
+    """Numbers of goals whose values are read and handed over together, half of `host_bytes` at
+    most."""
+    sizes = [_nbytes(goal, stored) for goal in goals]
+    most = min(host_bytes // 2, max(LEAST_WAVE_BYTES, sum(sizes) // WAVES))
     wave: list[int] = []
     held = 0
     for i, goal in enumerate(goals):
         if goal.wish is None:
             continue
-        size = manifest.itemsize(stored.leaves[goal.leaf].stored_dtype)
-        nbytes = sum(box.size for box in goal.wish.boxes) * size
-        if wave and held + nbytes > host_bytes // 2:
+        if wave and held + sizes[i] > most:
             yield wave
             wave, held = [], 0
         wave.append(i)
-        held += nbytes
+        held += sizes[i]
     if wave:
         yield wave
+
+
+def _nbytes(goal: Goal, stored: StoredTree) -> int:
+    """Bytes of the buffers that a goal is read into."""
+    if goal.wish is None:
+        return 0
+    size = manifest.itemsize(stored.leaves[goal.leaf].stored_dtype)
+    return sum(box.size for box in _boxes(goal)) * size
 
 
 def _buffers(goal: Goal, leaf: StoredLeaf) -> list[np.ndarray]:
@@ -160,7 +178,7 @@ _ALIGNMENT = 64
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Fresh memory that the CPU backend can take over without a copy."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     offset = -raw.ctypes.data % _ALIGNMENT
     return raw[offset : offset + nbytes].view(dtype).reshape(shape)

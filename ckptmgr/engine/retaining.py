@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 
 from ckptmgr.core import layout, retention
 from ckptmgr.core.info import StepInfo
 from ckptmgr.core.retention import Decision, KeepAll, Policy
 from ckptmgr.engine import leases
-from ckptmgr.engine.catalog import Catalog
+from ckptmgr.engine.catalog import Catalog, Entry
+from ckptmgr.engine.overview import Overview
 from ckptmgr.engine.steps import info_of
 from ckptmgr.events import Clock
 
@@ -26,6 +28,7 @@ class Retention:
     def __init__(self, catalog: Catalog, policy: Policy, clock: Clock) -> None:
         self.policy = policy
         self._catalog = catalog
+        self._overview = Overview(catalog, clock)
         self._clock = clock
         self._told: set[str] = set()
         self._lock = threading.Lock()
@@ -34,7 +37,7 @@ class Retention:
         """What would stay and go now. What Orbax wrote is not ours to delete, and what is suspect
         is the user's to judge: neither counts."""
         now = self._clock.time()
-        infos = infos_of(self._catalog)
+        infos = infos_of(self._overview.committed())
         held = leases.held(self._catalog.store, now)
         return retention.decide(infos, self.policy, now, just_saved, held, in_flight)
 
@@ -70,10 +73,10 @@ class Retention:
             logger.warning("%s", text)
 
 
-def infos_of(catalog: Catalog) -> list[StepInfo]:
-    """The committed steps that retention looks at."""
+def infos_of(committed: Iterable[Entry]) -> list[StepInfo]:
+    """Those of the committed steps that retention looks at."""
     return [
         info_of(entry.manifest, "", entry.verified, bool(entry.pinned))
-        for entry in catalog.committed()
+        for entry in committed
         if entry.manifest is not None and not entry.suspect
     ]

@@ -42,7 +42,7 @@ import numpy as np
 from ckptmgr.core.plan import SavePlan
 from ckptmgr.engine import recipe, shardings
 from ckptmgr.engine.leaves import Source
-from ckptmgr.engine.memory import HostMemory
+from ckptmgr.engine.memory import HostMemory, want_huge_pages
 from ckptmgr.engine.programs import Gather, Programs, Spec
 from ckptmgr.engine.recipe import Load, Recipe
 from ckptmgr.engine.staged import Staged, Work
@@ -365,6 +365,8 @@ class Ordering:
             leaf = lost.member[0] if lost.member is not None else lost.load.leaf
             raise SnapshotLost(lost.staged.plan.tree.leaves[leaf].dotted, self._step) from exc
         for put, copy in zip(puts, copies, strict=True):
+            if shardings.is_on_host(put.array):
+                want_huge_pages(copy)  # other backends have host memory of their own
             if put.member is not None:
                 put.staged._set_member(put.load, put.member, copy)
             else:

@@ -38,6 +38,7 @@ class Staged:
         self.mode = work.recipe.mode
         self.plan = work.recipe.plan
         self.waves = work.recipe.waves
+        self.blocks = work.recipe.blocks
         self._recipe = work.recipe
         self._sources: list[Source] = list(work.sources)
         self._ordering = ordering
@@ -58,12 +59,7 @@ class Staged:
 
     def get(self, leaf: int, position: int) -> np.ndarray:
         """The values of one local shard of an ordered wave; waits for their transfer."""
-        where = self._recipe.where
-        key: tuple[int, int | None] = (leaf, position)
-        load = where.get(key)
-        if load is None:
-            key = (leaf, None)
-            load = where[key]
+        load, key = self._recipe.load_of(leaf, position)
         value = self._values[load]
         if load.members:
             if isinstance(value, dict):
@@ -78,13 +74,37 @@ class Staged:
             shard = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
         return np.asarray(shard)
 
+    def run(self, leaf: int, position: int, count: int) -> np.ndarray | None:
+        """As `get` of `count` shards that lie one behind the other, in one array; None where they
+        were not gathered after all."""
+        load, key = self._recipe.load_of(leaf, position)
+        value = self._values[load]
+        if not load.members or isinstance(value, dict):
+            return None
+        member = self._recipe.members[key]
+        words = self._words(load, value, member, position, count)
+        return words.view(member.dtype).reshape(count, *member.shape)
+
     def _from_flat(self, load: Load, value: Any, member: Member, position: int) -> np.ndarray:
+        words = self._words(load, value, member, position)
+        return words.view(member.dtype).reshape(member.shape)
+
+    def _words(
+        self, load: Load, value: Any, member: Member, position: int, count: int = 1
+    ) -> np.ndarray:
         at = position if member.position is None else 0
         flats = self._flats.setdefault(load, {})
         if at not in flats:
             flats[at] = np.asarray(value.addressable_data(at))
-        words = flats[at][member.start : member.start + member.size]
-        return words.view(member.dtype).reshape(member.shape)
+        return flats[at][member.start : member.start + count * member.size]
+
+    def copied(self, wave: int) -> None:
+        """Lets go of what nobody needs after a wave, all of which was copied; the copies are held
+        in its place until `free`."""
+        for load in self._recipe.frees[wave]:
+            if load.kind is None and load in self._values:
+                self._values[load] = None
+                self._flats.pop(load, None)
 
     def free(self, wave: int) -> None:
         """Gives back what nobody needs after a wave; its values must not be used any more."""
@@ -96,9 +116,9 @@ class Staged:
             self._drop(load)
 
     def _drop(self, load: Load) -> None:
-        value = self._values.pop(load, None)
-        if value is None:
+        if load not in self._values:
             return
+        value = self._values.pop(load)
         self._flats.pop(load, None)
         if load.kind is not None and not isinstance(value, dict):
             self._memory.release(load.nbytes, [(load.kind, load.nbytes, value)])

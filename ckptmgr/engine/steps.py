@@ -16,6 +16,7 @@ from typing import Any
 from ckptmgr.core import layout, manifest, values
 from ckptmgr.core.info import StepInfo
 from ckptmgr.core.manifest import FormatError, Manifest, Receipt, StoredTree
+from ckptmgr.engine.memory import no_collections
 from ckptmgr.engine.reader import Digests
 from ckptmgr.engine.store import Store
 from ckptmgr.errors import CorruptCheckpoint, Problem, StoreError
@@ -86,6 +87,7 @@ def info_of(
     )
 
 
+@no_collections()
 def open_step(path: str, step: int, document: Manifest) -> OpenStep:
     """Opens the step of ours in directory `path`; `document` is its manifest.
 

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptmgr.errors import InvalidOption, StoreError
 
@@ -67,6 +67,16 @@ def local_path(directory: Any) -> str:
     except UnicodeEncodeError as exc:
         raise InvalidOption(f"{path!r} is not Unicode text") from exc
     return os.path.abspath(os.path.expanduser(path))
+
+
+class Stamp(NamedTuple):
+    """What tells that a file is still the same: when its bytes and its inode last changed, in
+    nanoseconds, which inode that is, and its size."""
+
+    modified: int
+    changed: int
+    inode: int
+    size: int
 
 
 class Store:
@@ -149,6 +159,14 @@ class Store:
     def is_own_dir(self, name: str) -> bool:
         """Whether it is a directory and not a link to one."""
         return self.is_dir(name) and not os.path.islink(self.path(name))
+
+    def stamp(self, name: str) -> Stamp | None:
+        """Another one whenever the file is written or replaced; None where that cannot be told."""
+        try:
+            found = os.stat(self.path(name))
+        except OSError:
+            return None
+        return Stamp(found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size)
 
     def modified(self, name: str) -> float:
         """When a file or directory, or anything below it, last changed; 0.0 if it is not there."""

@@ -176,6 +176,7 @@ class SaveThread:
         del work
         if self._handle.thread is not self._thread:
             self._run()
+            self._handle.thread = None  # this thread has done with it
 
     def join(self) -> None:
         """Waits until the thread has ended."""

@@ -15,10 +15,10 @@ from typing import Any
 
 from ckptmgr.core import layout, manifest, orbax_format, values
 from ckptmgr.core.manifest import Receipt, StoredTree
-from ckptmgr.core.tree import Flat, unflatten
 from ckptmgr.engine import arrays
 from ckptmgr.engine.arrays import Written
 from ckptmgr.engine.catalog import Attempt
+from ckptmgr.engine.documents import Documents
 from ckptmgr.engine.staged import Staged
 from ckptmgr.engine.store import Store
 from ckptmgr.errors import StoreError
@@ -29,12 +29,11 @@ SHARED_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TreeItem:
-    """One pytree on its way to disk; `text` gives its stored tree as JSON."""
+    """One pytree on its way to disk."""
 
     name: str
-    flat: Flat
     staged: Staged
-    text: Callable[[], str]
+    documents: Documents
 
     @property
     def tree(self) -> StoredTree:
@@ -222,7 +221,8 @@ class Writing:
         for item in self.items:
             if isinstance(item, TreeItem):
                 self._merge(item, shares)
-                self._write_tree_metadata(item)
+                for path, data in item.documents.files(item.name).items():
+                    self.put(path, data)
             else:
                 self.put(layout.json_item_file(item.name), values.dumps(item.state))
         for share in shares[1:]:
@@ -240,19 +240,6 @@ class Writing:
         for path in self.store.sizes(where, layout.is_by_process):
             full = f"{name}/{path}"
             self._note(full, self.store.read_file(f"{self.attempt.tmp}/{full}"))
-
-    def _write_tree_metadata(self, item: TreeItem) -> None:
-        name, tree = item.name, item.tree
-        self.put(layout.tree_file(name), item.text())
-        self.put(layout.pytree_metadata(name), orbax_format.pytree_metadata(item.flat, tree))
-        self.put(layout.sharding_file(name), orbax_format.shardings(tree))
-        self.put(layout.array_metadatas(name, 0), orbax_format.array_metadatas(tree))
-        strings = orbax_format.strings(tree)
-        if strings is not None:
-            self.put(layout.strings_file(name), strings)
-        if not tree.leaves:
-            self.put(layout.json_item_file(name), json.dumps(unflatten(tree.containers, int)))
-        self.put(layout.item_commit(name), "Checkpoint commit was successful\n")
 
     def put_step_metadata(self, created: float, metrics: Any, now: float) -> None:
         """Orbax's files about the step: when save() was called, encoded metrics, the time now."""

@@ -23,11 +23,11 @@ options = Options(
 )
 
 asked = []
-ask = Reader.ask
+read = Reader.read
 
-def noted(self, unit, opening, into):
-    asked.append(into.nbytes)
-    return ask(self, unit, opening, into)
+def noted(self, units, wanted, into):
+    asked.extend(unit.box.size * np.dtype(self._tree.leaves[unit.leaf].stored_dtype).itemsize for unit in units)
+    return read(self, units, wanted, into)
 
 def whole(found):
     return {n: same(found[n], v) and found[n].sharding == like[n].sharding for n, v in values.items()}
@@ -35,19 +35,19 @@ def whole(found):
 with ckptmgr.CheckpointManager(root, options) as manager:
     manager.save(1, state, sync=True)
     manager.save(2, state, sync=True)
-    Reader.ask = noted
+    Reader.read = noted
     found = manager.restore(like)
     report(whole=whole(found), read=sum(asked))
     plan = ckptmgr.plan_restore(root, like, options=options)
     plain = ckptmgr.plan_restore(root, like)
     report(planned=plan.read_bytes, without=plain.read_bytes, notes=list(plan.notes))
 
-    def broken(self, unit, opening, into):
+    def broken(self, units, wanted, into):
         if self._step == 2:
             raise CorruptCheckpoint(2, [Problem("default", "the disk is gone", "rows")])
-        return ask(self, unit, opening, into)
+        return read(self, units, wanted, into)
 
-    Reader.ask = broken if rank == 1 else ask
+    Reader.read = broken if rank == 1 else read
     started = time.monotonic()
     report(failed=outcome(lambda: manager.restore(like, step=2)), seconds=time.monotonic() - started)
     latest = manager.restore_latest(like)

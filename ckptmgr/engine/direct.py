@@ -1,0 +1,226 @@
+"""Plain chunks straight out of the files in which an OCDBT database keeps them.
+
+TensorStore reads a chunk into memory of its own and copies it from there to where it belongs. This
+reads it where it belongs, and takes the digest while the bytes are in the cache: one copy less, and
+no fresh memory besides the target. Small chunks that lie one behind the other are read together.
+
+Where a chunk lies is read from the database's tree of keys (`ckptmgr.core.ocdbt`), and nothing
+there is believed: what is not found, cannot be read, or has another digest is left to TensorStore,
+whose word counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+import xxhash
+
+from ckptmgr.core import ocdbt
+from ckptmgr.core.ocdbt import Place
+
+BLOCK_BYTES = 2**20
+"""Read at a time, so that the digest finds it in the cache."""
+
+SPAN_BYTES = 4 * 2**20
+"""Up to this size small chunks are read together."""
+
+ALONE_BYTES = 2**18
+"""From this size on a chunk is read alone, straight to where it belongs."""
+
+FEW_KEYS = 50_000
+"""The places of so many keys are looked up for any number of chunks; of more only for a good part
+of them, since the whole tree of keys is looked through."""
+
+_ROOT = re.compile(r"btreenode:([\w./-]*):([\w./-]+):(\d+):(\d+)", re.ASCII)
+
+Places = Mapping[str, Place | bytes]
+"""Key -> where its value lies, as an absolute path, or the value."""
+
+
+def find_places(path: str, database: Mapping[str, Any], context: ts.Context, count: int) -> Places:
+    """Where the values of the database in the directory `path` lie; nothing where that is not told.
+
+    Args:
+      database: spec of the database.
+      count: how many keys are of interest.
+    """
+    try:
+        base = ts.KvStore.open(database["base"], context=context).result()
+        # of a node `dump` would tell all entries, and never free what it tells (0.1.86)
+        root = ts.ocdbt.dump(base, context=context).result()["versions"][-1]["root"]
+        keys = root["statistics"]["num_keys"]
+        told = _ROOT.fullmatch(root.get("location", ""))
+        if told is None or (keys > FEW_KEYS and keys > 16 * count):
+            return {}
+        with open(_below(path, told[1] + told[2]), "rb") as file:
+            file.seek(int(told[3]))
+            node = ocdbt.leaf_node(file.read(int(told[4])))
+        files = {place.file for place in node.values() if isinstance(place, Place)}
+        paths = {file: _below(path, told[1] + file) for file in files}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}  # whatever is wrong with the database, TensorStore says it better
+    return {
+        key: place._replace(file=paths[place.file]) if isinstance(place, Place) else place
+        for key, place in node.items()
+    }
+
+
+def _below(path: str, file: str) -> str:
+    if ".." in file.split("/"):
+        raise ValueError(f"{file} lies outside")
+    return os.path.join(path, file.lstrip("/"))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk to read.
+
+    Attributes:
+      number: what the caller calls it.
+      place: where it lies; of a chunk that reaches beyond the array its beginning is read.
+      nbytes: its bytes, without what reaches beyond the array.
+      digest: of these, "" where nothing is compared.
+      target: where they belong, as bytes, where that is one run of memory.
+      put: takes them otherwise; they are gone when it returns.
+    """
+
+    number: int
+    place: Place | bytes
+    nbytes: int
+    digest: str
+    target: np.ndarray | None
+    put: Callable[[np.ndarray], None]
+
+
+def read(pieces: Sequence[Piece]) -> list[int]:
+    """Reads pieces to where they belong; the numbers of those that could not be, or were not what
+    they should be, ascending."""
+    failed: list[int] = []
+    with contextlib.ExitStack() as stack:
+        reading = _Reading()
+        stack.callback(reading.close)
+        spans = list(_spans([piece for piece in pieces if isinstance(piece.place, Place)]))
+        workers = min(len(spans), max(2, os.cpu_count() or 1))
+        results: Iterator[list[int]]
+        try:
+            pool = stack.enter_context(ThreadPoolExecutor(max(1, workers), "ckptmgr-read"))
+            results = pool.map(reading.span, spans)
+        except RuntimeError:  # no thread starts while the interpreter ends
+            results = map(reading.span, spans)
+        for piece in pieces:
+            if not isinstance(piece.place, Place):
+                failed += _take(piece, np.frombuffer(piece.place, np.uint8))
+        failed += itertools.chain.from_iterable(results)
+    return sorted(failed)
+
+
+def _spans(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Pieces that are read together: neighbours in a file, or a large one alone."""
+    span: list[Piece] = []
+    size, end = 0, ("", 0)
+    for piece in sorted(pieces, key=lambda piece: piece.place):
+        place = piece.place
+        assert isinstance(place, Place)
+        large = place.length >= ALONE_BYTES
+        if span and (large or (place.file, place.offset) != end or size > SPAN_BYTES):
+            yield span
+            span, size = [], 0
+        span.append(piece)
+        size += place.length
+        end = ("", 0) if large else (place.file, place.offset + place.length)
+    if span:
+        yield span
+
+
+class _Reading:
+    """The files that are read, and memory for what goes to its place by a copy."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._scratch = threading.local()
+
+    def span(self, pieces: Sequence[Piece]) -> list[int]:
+        """Reads pieces that lie one behind the other; the numbers of those that failed."""
+        first, last = pieces[0].place, pieces[-1].place
+        assert isinstance(first, Place) and isinstance(last, Place)
+        try:
+            file = self._open(first.file)
+            if len(pieces) == 1:
+                return self._one(file, first, pieces[0])
+            found = self._memory(last.offset + last.length - first.offset)
+            _fill(file, first.offset, found)
+        except (OSError, EOFError):
+            return [piece.number for piece in pieces]
+        failed = []
+        at = 0
+        for piece in pieces:
+            failed += _take(piece, found[at : at + piece.nbytes])
+            at += piece.place.length  # type: ignore[union-attr]
+        return failed
+
+    def _one(self, file: int, place: Place, piece: Piece) -> list[int]:
+        found = piece.target
+        if found is None:
+            found = self._memory(piece.nbytes)
+        seen = xxhash.xxh3_128() if piece.digest else None
+        _fill(file, place.offset, found, seen)
+        if seen is not None and seen.hexdigest() != piece.digest:
+            return [piece.number]
+        if piece.target is None:
+            piece.put(found)
+        return []
+
+    def _open(self, path: str) -> int:
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._files[path]
+
+    def _memory(self, nbytes: int) -> np.ndarray:
+        """Memory of this thread, used again for the next."""
+        kept: np.ndarray | None = getattr(self._scratch, "memory", None)
+        if kept is None or kept.nbytes < nbytes:
+            kept = self._scratch.memory = np.empty(max(nbytes, SPAN_BYTES), np.uint8)
+        return kept[:nbytes]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+
+
+def _fill(file: int, offset: int, into: np.ndarray, seen: Any = None) -> None:
+    """Fills `into` from a file, and shows `seen`, a hash, what was read."""
+    view = into.data
+    at = 0
+    while at < len(view):
+        count = os.preadv(file, [view[at : at + BLOCK_BYTES]], offset + at)
+        if not count:
+            raise EOFError
+        if seen is not None:
+            seen.update(view[at : at + count])
+        at += count
+
+
+def _take(piece: Piece, found: np.ndarray) -> list[int]:
+    """Puts what was read in its place if it is what it should be, else gives its number."""
+    found = found[: piece.nbytes]
+    if found.nbytes != piece.nbytes:
+        return [piece.number]
+    if piece.digest and xxhash.xxh3_128_hexdigest(found.data) != piece.digest:
+        return [piece.number]
+    if piece.target is not None:
+        piece.target[...] = found
+    else:
+        piece.put(found)
+    return []
