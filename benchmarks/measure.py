@@ -43,6 +43,7 @@ class Measures:
     """One save and one restore by one system. Seconds, bytes, counts."""
 
     in_save: float = 0.0  # until save() returns
+    cpu_in_save: float = 0.0  # of the thread that called it; the rest is waiting for a core
     durable: float = 0.0  # from the call of save() until the step is durable
     restore: float = 0.0  # until every array is ready
     restore_warm: float | None = None  # the same into memory that was used before
@@ -90,8 +91,9 @@ def measure(
     to_save = system.prepare(state)
     settle()
     with Clock() as save:
+        own = time.thread_time()
         system.save(step, to_save)
-        in_save = save.lap()
+        in_save, own = save.lap(), time.thread_time() - own
         system.wait()
 
     bytes_after, files_after = _usage(system.root)
@@ -113,6 +115,7 @@ def measure(
     system.delete(step)
     return Measures(
         in_save=in_save,
+        cpu_in_save=own,
         durable=save.wall,
         restore=restore.wall,
         restore_warm=again.wall if warm else None,

@@ -186,6 +186,7 @@ def show_bytes(value: float) -> str:
 Rows = Sequence[tuple[str, str, Callable[[float], Unit]]]
 ROWS: Rows = (
     ("in_save", "in save()", seconds),
+    ("cpu_in_save", "CPU of the caller in save()", seconds),
     ("durable", "to durable", seconds),
     ("restore", "restore", seconds),
     ("restore_warm", "restore, warm memory", seconds),
@@ -194,7 +195,7 @@ ROWS: Rows = (
     ("disk_bytes", "bytes on disk", nbytes),
     ("files", "files", count),
 )
-RATIO_MEASURES = ("in_save", "durable", "restore", "cpu_save", "cpu_restore")
+RATIO_MEASURES = ("in_save", "cpu_in_save", "durable", "restore", "cpu_save", "cpu_restore")
 MEMORY_ROWS: Rows = (
     ("peak_save", "peak over base, save", nbytes),
     ("peak_restore", "peak over base, restore", nbytes),
