@@ -193,7 +193,8 @@ class Storage:
         saves what makes them the shortest, if that is by a tenth; the event "compression" says
         what, and why.
       chunk_bytes: about how many bytes of a large leaf go into one chunk; None: an eighth of a
-        device's shard, 2 to 16 MiB, so that a finer mesh reads little more than it needs.
+        device's shard, 2 to 16 MiB, so that a mesh that is finer along the first axis reads no
+        more than it needs while a device's part is 2 MiB or more.
       durable: sync files and directories to the device before a step counts as saved. Without it
         a crash of the machine (not of the process) can lose or damage the newest steps.
       leaf_options: rules by leaf name, first match wins.

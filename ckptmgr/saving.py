@@ -261,7 +261,8 @@ class Saves:
             self._learn(job, handle)
         except Exception:
             logger.exception("step %d is saved, but what it cost was not learnt", job.step)
-        give_back_freed(sum(len(item.tree.leaves) for item in job.trees))
+        leaves = sum(len(item.tree.leaves) for item in job.trees)
+        give_back_freed(leaves, job.nbytes, self._begun)
 
     def _learn(self, job: pipeline.SaveJob, handle: SaveHandle) -> None:
         """What a durable save has shown, for those that follow."""

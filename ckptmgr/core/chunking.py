@@ -21,9 +21,15 @@ LEAST_BYTES, MOST_BYTES, PIECES = 2 * 2**20, 16 * 2**20, 8
 
 def usual_chunk_bytes(shard_bytes: int) -> int:
     """The size to aim for where the user names none: an eighth of a shard, so that a mesh eight
-    times as fine reads no more than it needs, but at least 2 MiB, below which the number of chunks
-    costs time, and at most 16 MiB."""
-    return max(LEAST_BYTES, min(MOST_BYTES, -(-shard_bytes // PIECES)))
+    times as fine reads no more than it needs; a quarter or half where that would be less than
+    2 MiB, since the number of chunks costs time, and a sixteenth and so on where it would be more
+    than 16 MiB. Powers of two, for meshes grow by these."""
+    pieces = PIECES
+    while pieces > 1 and shard_bytes < pieces * LEAST_BYTES:
+        pieces //= 2
+    while shard_bytes > pieces * MOST_BYTES:
+        pieces *= 2
+    return max(LEAST_BYTES, -(-shard_bytes // pieces))
 
 
 SHARED_BYTES = 2**20

@@ -13,6 +13,7 @@ from typing import NamedTuple
 _MAGIC = bytes.fromhex("0cdb20de")
 _HEADER = len(_MAGIC) + 8  # and the length of the node
 _CHECKSUM = 4
+_MOST_BITS, _MOST_TEXT = 63, 2**16
 
 
 class Place(NamedTuple):
@@ -87,6 +88,8 @@ class _Bytes:
             if value >= 128:
                 value, shift = value - 128, 7
                 while True:
+                    if shift > _MOST_BITS:
+                        raise ValueError("a number without an end")
                     byte = data[at]
                     at += 1
                     value += (byte & 127) << shift
@@ -114,6 +117,8 @@ class _Bytes:
         last = b""
         found = []
         for begin, length in zip(shared, lengths, strict=False):
+            if begin + length > _MOST_TEXT:
+                raise ValueError("a text that is too long")
             last = last[:begin] + self.take(length)
             found.append(last.decode())
         return found

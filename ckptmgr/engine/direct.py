@@ -152,15 +152,12 @@ class _Reading:
 
     def span(self, pieces: Sequence[Piece]) -> list[int]:
         """Reads pieces that lie one behind the other; the numbers of those that failed."""
+        if len(pieces) == 1:
+            return self._one(pieces[0])
         first, last = pieces[0].place, pieces[-1].place
         assert isinstance(first, Place) and isinstance(last, Place)
-        try:
-            file = self._open(first.file)
-            if len(pieces) == 1:
-                return self._one(file, first, pieces[0])
-            found = self._memory(last.offset + last.length - first.offset)
-            _fill(file, first.offset, found)
-        except (OSError, EOFError):
+        found = self._memory(last.offset + last.length - first.offset)
+        if not self._filled(first, found):
             return [piece.number for piece in pieces]
         failed = []
         at = 0
@@ -169,17 +166,27 @@ class _Reading:
             at += piece.place.length  # type: ignore[union-attr]
         return failed
 
-    def _one(self, file: int, place: Place, piece: Piece) -> list[int]:
+    def _one(self, piece: Piece) -> list[int]:
+        assert isinstance(piece.place, Place)
         found = piece.target
         if found is None:
             found = self._memory(piece.nbytes)
         seen = xxhash.xxh3_128() if piece.digest else None
-        _fill(file, place.offset, found, seen)
+        if not self._filled(piece.place, found, seen):
+            return [piece.number]
         if seen is not None and seen.hexdigest() != piece.digest:
             return [piece.number]
         if piece.target is None:
             piece.put(found)
         return []
+
+    def _filled(self, place: Place, into: np.ndarray, seen: Any = None) -> bool:
+        """Whether what lies at a place could be read; `seen`, a hash, is shown it."""
+        try:
+            _fill(self._open(place.file), place.offset, into, seen)
+        except (OSError, EOFError, OverflowError, ValueError):  # no such file, place or name
+            return False
+        return True
 
     def _open(self, path: str) -> int:
         with self._lock:

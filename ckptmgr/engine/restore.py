@@ -97,7 +97,7 @@ def read(
         if goal.wish is None:
             value = stored.leaves[goal.leaf].value
             results[i] = int(value or 0) if goal.kind == "python" else value
-    give_back_freed(len(units))
+    give_back_freed(len(units), reads.read_bytes)
     return goals.build(results)
 
 
