@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptmgr.core import boxes, manifest
@@ -138,10 +138,16 @@ class LeafWrite:
 Wave = tuple[LeafWrite, ...]
 
 
-def waves(plan: SavePlan, process: int, wave_bytes: int) -> tuple[Wave, ...]:
+def waves(
+    plan: SavePlan,
+    process: int,
+    wave_bytes: int,
+    goes_first: Callable[[Part], bool] = lambda part: False,
+) -> tuple[Wave, ...]:
     """Cuts a plan into waves of about `wave_bytes`, each at least one part.
 
-    Process 0 creates the arrays that have no elements.
+    Leaves of which every part `goes_first` come before the others. Process 0 creates the arrays that
+    have no elements.
     """
     by_leaf: dict[int, list[Part]] = {}
     for part in plan.parts:
@@ -149,8 +155,9 @@ def waves(plan: SavePlan, process: int, wave_bytes: int) -> tuple[Wave, ...]:
     found: list[Wave] = []
     wave: list[LeafWrite] = []
     held = 0
-    for number, leaf in enumerate(plan.tree.leaves):
-        parts = by_leaf.get(number, [])
+    first_ones = {number for number, parts in by_leaf.items() if all(map(goes_first, parts))}
+    for number in sorted(range(len(plan.tree.leaves)), key=lambda n: n not in first_ones):
+        leaf, parts = plan.tree.leaves[number], by_leaf.get(number, [])
         creates = leaf.has_array and leaf.nbytes == 0 and process == 0
         if not parts and not creates:
             continue

@@ -11,7 +11,6 @@ whose word counts.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -102,26 +101,37 @@ class Piece:
     put: Callable[[np.ndarray], None]
 
 
-def read(pieces: Sequence[Piece]) -> list[int]:
-    """Reads pieces to where they belong; the numbers of those that could not be, or were not what
-    they should be, ascending."""
-    failed: list[int] = []
-    with contextlib.ExitStack() as stack:
-        reading = _Reading()
-        stack.callback(reading.close)
+class Reading:
+    """Pieces on their way to where they belong, on threads of their own, until `finish`."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._files = _Files()
+        self._failed: list[int] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self._results: Iterator[list[int]] = iter(())
         spans = list(_spans([piece for piece in pieces if isinstance(piece.place, Place)]))
         workers = min(len(spans), max(2, os.cpu_count() or 1))
-        results: Iterator[list[int]]
         try:
-            pool = stack.enter_context(ThreadPoolExecutor(max(1, workers), "ckptmgr-read"))
-            results = pool.map(reading.span, spans)
+            if spans:
+                self._pool = ThreadPoolExecutor(workers, "ckptmgr-read")
+                self._results = self._pool.map(self._files.span, spans)
         except RuntimeError:  # no thread starts while the interpreter ends
-            results = map(reading.span, spans)
+            self._results = map(self._files.span, spans)
         for piece in pieces:
             if not isinstance(piece.place, Place):
-                failed += _take(piece, np.frombuffer(piece.place, np.uint8))
-        failed += itertools.chain.from_iterable(results)
-    return sorted(failed)
+                self._failed += _take(piece, np.frombuffer(piece.place, np.uint8))
+
+    def finish(self) -> list[int]:
+        """Waits until all are there; the numbers of those that could not be read, or were not what
+        they should be, ascending."""
+        try:
+            self._failed += itertools.chain.from_iterable(self._results)
+        finally:
+            self._results = iter(())
+            if self._pool is not None:
+                self._pool.shutdown()
+            self._files.close()
+        return sorted(self._failed)
 
 
 def _spans(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -142,7 +152,7 @@ def _spans(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield span
 
 
-class _Reading:
+class _Files:
     """The files that are read, and memory for what goes to its place by a copy."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ zarr driver.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,7 @@ class Reader:
         self._places: direct.Places = {}
 
     def locate(self, units: Sequence[Unit]) -> None:
-        """Looks for the places of chunks in their files, for what `read` is going to be asked."""
+        """Looks for the places of chunks in their files, for what `start` is going to be asked."""
         count = sum(self._is_plain(unit) for unit in units)
         if count and self._tree.ocdbt:
             self._places = direct.find_places(self._path, self._kvstore(), self._context, count)
@@ -114,17 +114,40 @@ class Reader:
             found.append((tuple(array.shape), array.dtype.name, tuple(map(int, chunk))))
         return found
 
-    def read(
+    def start(
+        self,
+        units: Sequence[Unit],
+        wanted: Mapping[int, Sequence[Box]],
+        into: Mapping[int, Sequence[np.ndarray]],
+    ) -> Callable[[], None]:
+        """Begins to fill `into[leaf][i]`, the arrays for `wanted[leaf][i]`, from `units`.
+
+        What it returns must be called, once: it ends when all is there, and raises CorruptCheckpoint
+        for whatever cannot be read or has another digest.
+        """
+        pieces: list[direct.Piece] = []
+        left: list[int] = []
+        for number, unit in enumerate(units):
+            piece = self._piece(number, unit, wanted[unit.leaf], into[unit.leaf])
+            if piece is None:
+                left.append(number)
+            else:
+                pieces.append(piece)
+        reading = direct.Reading(pieces)
+
+        def finish() -> None:
+            numbers = sorted([*left, *reading.finish()])
+            self._read([units[number] for number in numbers], wanted, into)
+
+        return finish
+
+    def _read(
         self,
         units: Sequence[Unit],
         wanted: Mapping[int, Sequence[Box]],
         into: Mapping[int, Sequence[np.ndarray]],
     ) -> None:
-        """Fills `into[leaf][i]`, the arrays for `wanted[leaf][i]`, from `units`.
-
-        Raises CorruptCheckpoint for whatever cannot be read or has another digest.
-        """
-        units = self._read_direct(units, wanted, into)
+        """The same through TensorStore."""
         pending: collections.deque[tuple[Asked, bool]] = collections.deque()
         ahead = 0
         for unit, opening in zip(units, self.begin(units), strict=True):
@@ -137,31 +160,11 @@ class Reader:
         while pending:
             self._finish(*pending.popleft(), wanted, into)
 
-    def _read_direct(
-        self,
-        units: Sequence[Unit],
-        wanted: Mapping[int, Sequence[Box]],
-        into: Mapping[int, Sequence[np.ndarray]],
-    ) -> Sequence[Unit]:
-        """Reads from their files what has a known place; the units that are left."""
-        if not self._places:
-            return units
-        pieces: list[direct.Piece] = []
-        left: list[int] = []
-        for number, unit in enumerate(units):
-            piece = self._piece(number, unit, wanted[unit.leaf], into[unit.leaf])
-            if piece is None:
-                left.append(number)
-            else:
-                pieces.append(piece)
-        left += direct.read(pieces)
-        return [units[number] for number in sorted(left)]
-
     def _piece(
         self, number: int, unit: Unit, wanted: Sequence[Box], into: Sequence[np.ndarray]
     ) -> direct.Piece | None:
         leaf = self._tree.leaves[unit.leaf]
-        if not self._is_plain(unit):
+        if not self._places or not self._is_plain(unit):
             return None
         index = unit.chunks[0]
         place = self._places.get(layout.chunk_key(self._tree.driver, leaf.name, index))

@@ -7,8 +7,9 @@ a leaf larger than that is a wave of its own.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from ckptmgr.engine.goals import Goal, Goals, family, physical, stored_tree
 from ckptmgr.engine.memory import give_back_freed
 from ckptmgr.engine.reader import Reader
 from ckptmgr.engine.steps import OpenItem
-from ckptmgr.errors import TreeMismatch
+from ckptmgr.errors import CorruptCheckpoint, TreeMismatch
 from ckptmgr.options import Restore
 
 UNIT_BYTES = 16 * 2**20
@@ -73,23 +74,19 @@ def read(
     results: list[Any] = [None] * len(goals.goals)
     moving: list[Any] = []
     misfits: dict[str, str] = {}
-    for wave in _waves(goals.goals, stored, options.host_bytes):
-        boxes = {goals.goals[i].leaf: _boxes(goals.goals[i]) for i in wave}
-        into = {
-            goals.goals[i].leaf: _buffers(goals.goals[i], stored.leaves[goals.goals[i].leaf])
-            for i in wave
-        }
-        reader.read([unit for leaf in into for unit in units.get(leaf, ())], boxes, into)
-        jax.block_until_ready(moving)
-        filled = []
-        for goal in (goals.goals[i] for i in wave):
-            leaf = stored.leaves[goal.leaf]
-            filled.append((goal, _narrowed(goal, leaf, into.pop(goal.leaf), misfits)))
-        placed = _place(filled, stored)
-        del filled
-        moving = [value for value in placed if isinstance(value, jax.Array)]
-        for i, value in zip(wave, placed, strict=True):
-            results[i] = value
+    waves = _waves(goals.goals, stored, options.host_bytes)
+    with contextlib.closing(_read_ahead(reader, waves, goals.goals, stored, units)) as read_in:
+        for wave, into in read_in:
+            jax.block_until_ready(moving)
+            filled = []
+            for goal in (goals.goals[i] for i in wave):
+                leaf = stored.leaves[goal.leaf]
+                filled.append((goal, _narrowed(goal, leaf, into.pop(goal.leaf), misfits)))
+            placed = _place(filled, stored)
+            del filled
+            moving = [value for value in placed if isinstance(value, jax.Array)]
+            for i, value in zip(wave, placed, strict=True):
+                results[i] = value
     if misfits:
         raise TreeMismatch(f"step {step}", len(stored.leaves), differing=misfits)
     _broadcast(goals.goals, results, ready)
@@ -113,16 +110,47 @@ def _broadcast(goals: Sequence[Goal], results: list[Any], ready: Callable[[], No
         results[i] = array
 
 
+def _read_ahead(
+    reader: Reader,
+    waves: Iterator[list[int]],
+    goals: Sequence[Goal],
+    stored: StoredTree,
+    units: Mapping[int, Sequence[plan.Unit]],
+) -> Generator[tuple[list[int], dict[int, list[np.ndarray]]]]:
+    """Each wave with its values, while those of the next are being read."""
+    ahead: tuple[list[int], dict[int, list[np.ndarray]]] | None = None
+    under_way: list[Callable[[], None]] = []
+    try:
+        for wave in waves:
+            while under_way:
+                under_way.pop()()
+            boxes = {goals[i].leaf: _boxes(goals[i]) for i in wave}
+            into = {goals[i].leaf: _buffers(goals[i], stored.leaves[goals[i].leaf]) for i in wave}
+            wanted = [unit for leaf in into for unit in units.get(leaf, ())]
+            under_way.append(reader.start(wanted, boxes, into))
+            if ahead is not None:
+                yield ahead
+            ahead = wave, into
+        while under_way:
+            under_way.pop()()
+        if ahead is not None:
+            yield ahead
+    finally:
+        for finish in under_way:  # nobody asks for it any more
+            with contextlib.suppress(CorruptCheckpoint):
+                finish()
+
+
 WAVES, LEAST_WAVE_BYTES = 16, 16 * 2**20
 """A restore goes in about so many waves, none smaller than this: what a device does not take over
 without a copy is there twice while its wave is handed over."""
 
 
 def _waves(goals: Sequence[Goal], stored: StoredTree, host_bytes: int) -> Iterator[list[int]]:
-    """Numbers of goals whose values are read and handed over together, half of `host_bytes` at
-    most."""
+    """Numbers of goals whose values are read and handed over together, a quarter of `host_bytes`
+    at most: one wave is read while another is handed over, and a third may be on its way."""
     sizes = [_nbytes(goal, stored) for goal in goals]
-    most = min(host_bytes // 2, max(LEAST_WAVE_BYTES, sum(sizes) // WAVES))
+    most = min(host_bytes // 4, max(LEAST_WAVE_BYTES, sum(sizes) // WAVES))
     wave: list[int] = []
     held = 0
     for i, goal in enumerate(goals):

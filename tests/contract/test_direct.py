@@ -68,17 +68,21 @@ def open_things():
 def seen(find=FIND):
     """Watches restores, whose places `find` finds."""
     found = Seen()
-    read, ask = direct.read, reader.Reader.ask
+    ask = reader.Reader.ask
 
-    def spied_read(pieces):
-        before = open_things()
-        found.pieces += pieces
-        try:
-            failed = read(pieces)
-        finally:
-            found.left += open_things() - before
-        found.failed += failed
-        return failed
+    class Watched(direct.Reading):
+        def __init__(self, pieces):
+            self.before = open_things()
+            found.pieces += pieces
+            super().__init__(pieces)
+
+        def finish(self):
+            try:
+                failed = super().finish()
+            finally:
+                found.left += open_things() - self.before
+            found.failed += failed
+            return failed
 
     def spied_ask(self, unit, *args):
         found.asked.append(unit)
@@ -86,7 +90,7 @@ def seen(find=FIND):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "find_places", find)
-        patch.setattr(direct, "read", spied_read)
+        patch.setattr(direct, "Reading", Watched)
         patch.setattr(reader.Reader, "ask", spied_ask)
         yield found
 

@@ -23,11 +23,11 @@ options = Options(
 )
 
 asked = []
-read = Reader.read
+start = Reader.start
 
 def noted(self, units, wanted, into):
     asked.extend(unit.box.size * np.dtype(self._tree.leaves[unit.leaf].stored_dtype).itemsize for unit in units)
-    return read(self, units, wanted, into)
+    return start(self, units, wanted, into)
 
 def whole(found):
     return {n: same(found[n], v) and found[n].sharding == like[n].sharding for n, v in values.items()}
@@ -35,7 +35,7 @@ def whole(found):
 with ckptmgr.CheckpointManager(root, options) as manager:
     manager.save(1, state, sync=True)
     manager.save(2, state, sync=True)
-    Reader.read = noted
+    Reader.start = noted
     found = manager.restore(like)
     report(whole=whole(found), read=sum(asked))
     plan = ckptmgr.plan_restore(root, like, options=options)
@@ -45,9 +45,9 @@ with ckptmgr.CheckpointManager(root, options) as manager:
     def broken(self, units, wanted, into):
         if self._step == 2:
             raise CorruptCheckpoint(2, [Problem("default", "the disk is gone", "rows")])
-        return read(self, units, wanted, into)
+        return start(self, units, wanted, into)
 
-    Reader.read = broken if rank == 1 else read
+    Reader.start = broken if rank == 1 else start
     started = time.monotonic()
     report(failed=outcome(lambda: manager.restore(like, step=2)), seconds=time.monotonic() - started)
     latest = manager.restore_latest(like)
