@@ -138,6 +138,7 @@ def finish_save(
     """
     with tools.emitter.span("save", job.step, job.nbytes, job.mode) as span:
         try:
+            job.ordering.ask_for_pages()
             on_host = _OnHost(job, tools, handle)
             if before is not None and not before.settled:
                 if job.ordering.arrive():

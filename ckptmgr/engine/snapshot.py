@@ -178,6 +178,7 @@ class Ordering:
         self._thread = threading.current_thread()
         self._changed = threading.Condition()
         self._ordered = 0
+        self._fresh: list[jax.Array] = []
         self._starved = False
         self._closed = False
         self._failure: BaseException | None = None
@@ -190,6 +191,12 @@ class Ordering:
         self.staged = tuple(staged)
         if any(work.recipe.mode == "double_buffer" for work in works):
             memory.keep_only(set().union(*(work.recipe.kinds for work in works)))
+
+    def ask_for_pages(self) -> None:
+        """Asks for huge pages under what is ordered and has not arrived. For the save's own thread:
+        it waits for a lock that the copies hold."""
+        while self._fresh:
+            want_huge_pages(self._fresh.pop())
 
     @property
     def started_any(self) -> bool:
@@ -222,6 +229,7 @@ class Ordering:
             self._closed = True
             self._changed.notify_all()
         self._memory.wake()
+        self._fresh.clear()
         for staged in self.staged:
             staged._drop_all()
 
@@ -365,8 +373,8 @@ class Ordering:
             leaf = lost.member[0] if lost.member is not None else lost.load.leaf
             raise SnapshotLost(lost.staged.plan.tree.leaves[leaf].dotted, self._step) from exc
         for put, copy in zip(puts, copies, strict=True):
-            if shardings.is_on_host(put.array):
-                want_huge_pages(copy)  # other backends have host memory of their own
+            if not self._bounded and shardings.is_on_host(put.array):
+                self._fresh.append(copy)  # other backends have host memory of their own
             if put.member is not None:
                 put.staged._set_member(put.load, put.member, copy)
             else:
