@@ -92,7 +92,7 @@ def measure(
     state = workload.state(seed)
     to_save = system.prepare(state)
     settle()
-    _touch_free_memory(2 * workload.nbytes)
+    _touch_free_memory(3 * workload.nbytes)
     with Clock() as save:
         own = time.thread_time()
         system.save(step, to_save)
@@ -105,7 +105,7 @@ def measure(
     del state, to_save
     settle()
     _set_page_cache(system.root, cache)
-    _touch_free_memory(2 * workload.nbytes)
+    _touch_free_memory(3 * workload.nbytes)
     with Clock() as restore:
         restored = _ready(system.restore(step, like))
 

@@ -348,8 +348,9 @@ def plan_restore(
         target_bytes += want.copies
         made = _units_of_leaf(want, leaf, whole_chunks, unit_bytes // size)
         for unit in made:
-            read_bytes += unit.box.size * size
-            largest = max(largest, unit.box.size * size)
+            nbytes = unit.box.size * size
+            read_bytes += nbytes
+            largest = max(largest, nbytes)
         units += made
     peak = min(max(host_bytes, largest), read_bytes + wanted_bytes)
     return RestorePlan(tuple(units), wanted_bytes, read_bytes, target_bytes, peak, tuple(notes))

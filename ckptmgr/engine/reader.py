@@ -10,6 +10,7 @@ zarr driver.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,9 +80,9 @@ class Reader:
 
     def locate(self, units: Sequence[Unit]) -> None:
         """Looks for the places of chunks in their files, for what `start` is going to be asked."""
-        count = sum(self._is_plain(unit) for unit in units)
-        if count and self._tree.ocdbt:
-            self._places = direct.find_places(self._path, self._kvstore(), self._context, count)
+        if self._tree.ocdbt and self._tree.compression is None and self._digests and units:
+            kvstore, count = self._kvstore(), len(units)
+            self._places = direct.find_places(self._path, kvstore, self._context, count)
 
     def _kvstore(self) -> dict[str, Any]:
         if self._tree.ocdbt:
@@ -170,8 +171,9 @@ class Reader:
         place = self._places.get(layout.chunk_key(self._tree.driver, leaf.name, index))
         size = manifest.itemsize(leaf.stored_dtype)
         length = place.length if isinstance(place, direct.Place) else len(place or b"")
-        if place is None or length != boxes.whole(leaf.chunk).size * size:
+        if place is None or length != math.prod(leaf.chunk) * size:
             return None
+        shape = unit.box.shape
         known = self._digests[unit.leaf, index] if self._compare else ""
         target = _target_of(unit, leaf, wanted, into)
         if target is not None and target.flags.c_contiguous:
@@ -180,10 +182,10 @@ class Reader:
             run = None
 
         def put(found: np.ndarray) -> None:
-            values = found.view(leaf.stored_dtype).reshape(unit.box.shape)
+            values = found.view(leaf.stored_dtype).reshape(shape)
             _scatter(unit, leaf, values, wanted, into)
 
-        return direct.Piece(number, place, unit.box.size * size, known, run, put)
+        return direct.Piece(number, place, math.prod(shape) * size, known, run, put)
 
     def begin(self, units: Sequence[Unit]) -> list[Opening]:
         """Starts to open the array of each unit, once per leaf; None where a key is enough."""
