@@ -375,16 +375,16 @@ from tests.multiprocess import test_restoring as cases
 places = NamedSharding(mesh(4), P("x"))
 target = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=places)}
 damaged, slow = set(), []
-read = Reader.read
+start = Reader.start
 
 def patched(self, *args):
     if self._step in damaged:
         raise CorruptCheckpoint(self._step, [Problem("default/d/1", "seen by a test alone")])
     if slow:
         time.sleep(slow.pop())
-    return read(self, *args)
+    return start(self, *args)
 
-Reader.read = patched
+Reader.start = patched
 
 def state(number):
     return {"w": put(np.full(8, number, np.float32), places)}
