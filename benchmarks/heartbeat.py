@@ -9,7 +9,6 @@ steadier, and the CPU time, printed beside, is steady anywhere.
 """
 
 import argparse
-import contextlib
 import itertools
 import statistics
 import sys
@@ -24,7 +23,7 @@ import report
 from command import name_of, progress
 from measure import Clock, settle
 from report import Check
-from systems import Ckptmgr
+from systems import Ckptmgr, each_open
 from training import Training
 from workloads import Workload, catalogue
 
@@ -68,13 +67,8 @@ def measure(task: dict[str, Any]) -> list[dict[str, Any]]:
     workload = catalogue(task["smoke"])[task["workload"]]
     training = Training(workload, seed=1)
     records: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        systems = {}
-        for label in task["systems"]:
-            root = Path(task["directory"], label)
-            root.mkdir()
-            systems[label] = Ckptmgr(root, options_of(name_of(label)))
-            stack.callback(systems[label].close)
+    made = each_open(task, lambda name, root: Ckptmgr(root, options_of(name)))
+    with made as systems:
         reps = range(1 - WARM_UPS, task["reps"] + 1)
         for step, (rep, label) in enumerate(itertools.product(reps, systems)):
             system = systems[label]

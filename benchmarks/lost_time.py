@@ -27,7 +27,6 @@ makes `taken`, and with it the adjusted rate, rather too low than too high.
 """
 
 import argparse
-import contextlib
 import itertools
 import os
 import statistics
@@ -40,7 +39,7 @@ import report
 from command import name_of, progress
 from measure import Clock, settle
 from report import Check, Target
-from systems import MODES_AND_ORBAX, System, by_mode
+from systems import MODES_AND_ORBAX, by_mode, each_open
 from training import Baseline, Training, Window, save_and_step
 from workloads import Workload, catalogue
 
@@ -138,13 +137,8 @@ def measure(task: dict) -> dict[str, list[dict]]:
     training.compute_for(task["compute_ms"] / 1000)
     records: dict[str, list[dict]] = {case: [] for case in task["cases"]}
     numbers = itertools.count()
-    with contextlib.ExitStack() as stack:
-        systems: dict[str, System] = {}
-        for label in task["systems"]:
-            root = Path(task["directory"], label)
-            root.mkdir()
-            systems[label] = by_mode(name_of(label), root, KEEP)
-            stack.callback(systems[label].close)
+    made = each_open(task, lambda name, root: by_mode(name, root, KEEP))
+    with made as systems:
         last: dict[str, tuple[int, int]] = {}
         for rep in range(1 - task["warm_ups"], task["reps"] + 1):
             for case, (label, system) in itertools.product(task["cases"], systems.items()):

@@ -7,7 +7,6 @@ bytes that a process writes are those of its own database.
 """
 
 import argparse
-import contextlib
 import json
 import socket
 import statistics
@@ -25,7 +24,7 @@ import report
 from command import name_of, progress
 from measure import Clock, settle
 from report import Check
-from systems import SYSTEMS, System
+from systems import SYSTEMS, System, each_open
 from workloads import Leaf, Workload
 
 WORKLOADS = ("dense", "small", "replicated")
@@ -157,13 +156,8 @@ def measure(task: dict[str, Any]) -> list[dict[str, Any]]:
     calls = counted()
     workload = catalogue(task["smoke"], task["processes"])[task["workload"]]
     records: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        systems = {}
-        for label in task["systems"]:
-            root = Path(task["directory"], label)
-            root.mkdir(exist_ok=True)
-            systems[label] = SYSTEMS[name_of(label)](root)
-            stack.callback(systems[label].close)
+    made = each_open(task, lambda name, root: SYSTEMS[name](root))
+    with made as systems:
         for rep in range(task["reps"] + 1):
             for label, system in systems.items():
                 seed = len(records)

@@ -9,7 +9,6 @@ library's own plan, for meshes on which every device is a process of its own:
 """
 
 import argparse
-import contextlib
 import itertools
 import math
 import sys
@@ -26,7 +25,7 @@ import report
 from command import name_of, progress
 from measure import measure as save_and_restore
 from report import Check, Ratio, Target
-from systems import Ckptmgr
+from systems import Ckptmgr, each_open
 from workloads import Leaf, Workload, dense, trainstate
 
 if TYPE_CHECKING:
@@ -92,15 +91,14 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     like = workload.like()
     records: list[dict[str, Any]] = []
     chunks = []
-    with contextlib.ExitStack() as stack:
-        systems = {}
-        for label in task["systems"]:
-            root = Path(task["directory"], label)
-            root.mkdir()
-            storage = ckptmgr.Storage(chunk_bytes=SYSTEMS[name_of(label)])
-            systems[label] = Ckptmgr(root, ckptmgr.Options(heartbeat=None, storage=storage))
-            stack.callback(systems[label].close)
-            found = chunks_of(systems[label], workload)
+
+    def made(name: str, root: Path) -> Ckptmgr:
+        storage = ckptmgr.Storage(chunk_bytes=SYSTEMS[name])
+        return Ckptmgr(root, ckptmgr.Options(heartbeat=None, storage=storage))
+
+    with each_open(task, made) as systems:
+        for label, system in systems.items():
+            found = chunks_of(system, workload)
             chunks.append({"system": label, "warmup": False, "measures": found})
         for rep in range(task["reps"] + 1):
             for label, system in systems.items():

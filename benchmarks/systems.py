@@ -10,12 +10,13 @@ The libraries are imported when a system is built, so the parent process imports
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from command import name_of
 from workloads import Workload
 
 
@@ -64,6 +65,22 @@ class System:
 
     def close(self) -> None:
         pass
+
+
+S = TypeVar("S", bound=System)
+
+
+@contextlib.contextmanager
+def each_open(task: dict[str, Any], make: Callable[[str, Path], S]) -> Iterator[dict[str, S]]:
+    """A system for each label of a task, made by its name in a directory of its own, until the end."""
+    with contextlib.ExitStack() as stack:
+        systems: dict[str, S] = {}
+        for label in task["systems"]:
+            root = Path(task["directory"], label)
+            root.mkdir(exist_ok=True)  # that of several processes is one
+            systems[label] = make(name_of(label), root)
+            stack.callback(systems[label].close)
+        yield systems
 
 
 class Ckptmgr(System):

@@ -21,7 +21,7 @@ import report
 from command import name_of, progress
 from measure import Clock, settle
 from report import Check
-from systems import Ckptmgr
+from systems import Ckptmgr, each_open
 from training import Training
 from workloads import Workload, catalogue
 
@@ -68,13 +68,8 @@ def measure(task: dict[str, Any]) -> list[dict[str, Any]]:
     training = Training(workload, seed=1)
     like = workload.like()
     records: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        systems = {}
-        for label in task["systems"]:
-            root = Path(task["directory"], label)
-            root.mkdir()
-            systems[label] = Ckptmgr(root, options_of(name_of(label)))
-            stack.callback(systems[label].close)
+    made = each_open(task, lambda name, root: Ckptmgr(root, options_of(name)))
+    with made as systems:
         for rep in range(1 - WARM_UPS, task["reps"] + 1):
             for label, system in systems.items():
                 step = len(records)

@@ -12,6 +12,7 @@ whose word counts.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import threading
@@ -26,6 +27,8 @@ import xxhash
 
 from ckptmgr.core import ocdbt
 from ckptmgr.core.ocdbt import Place
+
+logger = logging.getLogger("ckptmgr")
 
 BLOCK_BYTES = 2**20
 """Read at a time, so that the digest finds it in the cache."""
@@ -66,8 +69,10 @@ def find_places(path: str, database: Mapping[str, Any], context: ts.Context, cou
             node = ocdbt.leaf_node(file.read(int(told[4])))
         files = {place.file for place in node.values() if isinstance(place, Place)}
         paths = {file: _below(path, told[1] + file) for file in files}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return {}  # whatever is wrong with the database, TensorStore says it better
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+        # whatever is wrong with the database, TensorStore says it better
+        logger.debug("%s is read through TensorStore alone (%s)", path, exc)
+        return {}
     return {
         key: place._replace(file=paths[place.file]) if isinstance(place, Place) else place
         for key, place in node.items()

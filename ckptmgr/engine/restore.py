@@ -1,8 +1,9 @@
 """From an open item to a tree: match, plan, read, verify, place.
 
-Memory: leaves are read in waves. Besides the restored arrays a restore holds one wave of values
-that are on their way to devices and the chunks being read, together about `Restore.host_bytes`;
-a leaf larger than that is a wave of its own.
+Memory: leaves are read in waves, the next one while the last is handed over. Besides the restored
+arrays a restore holds the values of up to three waves that are not on their devices yet, and the
+chunks being read, together about `Restore.host_bytes`; a leaf larger than a quarter of that is a
+wave of its own.
 """
 
 from __future__ import annotations
