@@ -17,6 +17,14 @@ import textwrap
 from collections.abc import Mapping
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+# For scripts that start JAX's distributed runtime: gloo, in native code, tells of its connections
+# on file descriptor 1, also in the middle of a line of the script. Python gets that output for
+# itself, and what native code writes goes to standard error.
+OWN_OUTPUT = """
+import io, os, sys
+sys.stdout = io.TextIOWrapper(os.fdopen(os.dup(1), "wb", 0), "utf-8", write_through=True)
+os.dup2(2, 1)
+"""
 GRACE = 10.0  # seconds between the child's own dump and the kill from outside
 _number = itertools.count(1)
 

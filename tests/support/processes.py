@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from tests.support.child import ChildFailed, finish, start_python
+from tests.support.child import OWN_OUTPUT, ChildFailed, finish, start_python
 
 DEVICES = 2  # per process
 
@@ -94,7 +94,7 @@ class Job:
             "JAX_PLATFORMS": "cpu",
             "OMP_NUM_THREADS": "1",
         }
-        script = PRELUDE + text + "\nleave()\n"
+        script = OWN_OUTPUT + PRELUDE + text + "\nleave()\n"
         self.children = [
             start_python(script, rank, world, port, root, *args, env=env, timeout=timeout)
             for rank in range(world)
