@@ -42,15 +42,11 @@ _OCDBT_CONFIG = {
 _DATA_FILE_BYTES = 2**31
 
 
-def context(sync: bool = False) -> ts.Context:
-    """One per save or restore.
-
-    With `sync` each wave's file is synced as it is written, while the next wave is filled, which
-    leaves the commit's own sync of everything little to do.
-    """
+def context() -> ts.Context:
+    """One per save or restore."""
     return ts.Context(
         {
-            "file_io_sync": sync,
+            "file_io_sync": False,  # the store syncs everything at the end
             "file_io_locking": {"mode": "none"},  # each file has one writer, in its own attempt
             "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000},
         }
@@ -243,26 +239,36 @@ def write(
     staged: Staged,
     path: str,
     *,
-    sync: bool = False,
     leaf_digests: bool = False,
     before_wave: Callable[[], object] = lambda: None,
+    after_wave: Callable[[], object] = lambda: None,
     on_host: Callable[[], None] = lambda: None,
 ) -> Written:
     """Writes this process's parts to the database in `path`; returns what it wrote.
 
     One transaction per wave. A buffer is handed to TensorStore without a copy, and freed when
-    its wave is committed and digested. `on_host` is called when the last value has arrived.
+    its wave is committed and digested. `after_wave` is called when the file of a wave is written,
+    `on_host` when the last value has arrived.
     """
-    ctx = context(sync)
+    ctx = context()
     kvstore = database(path)
     digester = _Digester(staged.plan.tree.leaves, leaf_digests)
     committing: collections.deque[_Committing] = collections.deque()
+
+    def settle() -> None:
+        wave = committing.popleft()
+        wave.future.result()
+        after_wave()
+        digester.wait(wave.digested)
+        wave.loans.wait()
+        staged.free(wave.number)
+
     try:
         for number in range(len(staged.waves)):
             before_wave()
             while not staged.is_ready(number):
                 if committing:  # its memory may be what the copies wait for
-                    _settle(committing.popleft(), staged, digester)
+                    settle()
                 else:
                     staged.wait(number)
             transaction = ts.Transaction()
@@ -276,7 +282,7 @@ def write(
                 if not rest and not digester.sums:
                     staged.copied(number)
                 if len(committing) >= WAVES_COMMITTING:
-                    _settle(committing.popleft(), staged, digester)
+                    settle()
             except BaseException:
                 transaction.abort()
                 raise
@@ -284,19 +290,12 @@ def write(
             committing.append(_Committing(number, future, digester.given, loans))
         on_host()
         while committing:
-            _settle(committing.popleft(), staged, digester)
+            settle()
         return digester.finish()
     finally:
         for left in committing:  # of a save that failed: nobody may write when it is removed
             left.future.exception()
         digester.end()
-
-
-def _settle(wave: _Committing, staged: Staged, digester: _Digester) -> None:
-    wave.future.result()
-    digester.wait(wave.digested)
-    wave.loans.wait()
-    staged.free(wave.number)
 
 
 def _fill(

@@ -158,13 +158,14 @@ class Writing:
         mine = f"{where}/{layout.container(self.rank)}"
         if arrays.writes_any(item.staged.waves):
             self.store.make_dir(mine)
+        begun: set[str] = set()
         return arrays.write(
             item.staged,
             self.store.path(mine),
-            sync=self.store.durable,
             leaf_digests=leaf_digests,
             # the store's say: where a faulty one fails the writing of arrays
             before_wave=lambda: self.store.arrays(mine),
+            after_wave=lambda: self.store.begin_sync(f"{mine}/{layout.OCDBT_DATA}", begun),
             on_host=on_host,
         )
 
@@ -278,7 +279,7 @@ class Writing:
         """Below the step, everything that holds what this process wrote and the way to it."""
         if self.world == 1:
             return ("",)
-        merged = (layout.OCDBT_MANIFEST, "d", layout.container(self.rank))
+        merged = (layout.OCDBT_MANIFEST, layout.OCDBT_DATA, layout.container(self.rank))
         trees = [f"{tree.name}/{part}" for tree in self.trees for part in merged]
         return (*trees, *self.files)
 
