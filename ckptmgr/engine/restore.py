@@ -21,7 +21,6 @@ from ckptmgr.core import manifest, plan
 from ckptmgr.core.boxes import Box
 from ckptmgr.core.manifest import StoredLeaf, StoredTree
 from ckptmgr.core.plan import RestorePlan, Wanted
-from ckptmgr.engine import shardings
 from ckptmgr.engine.goals import Goal, Goals, family, physical, stored_tree
 from ckptmgr.engine.memory import give_back_freed
 from ckptmgr.engine.reader import Reader
@@ -214,41 +213,27 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _place(read_in: Sequence[tuple[Goal, list[np.ndarray]]], stored: StoredTree) -> list[Any]:
-    """Host buffers as what their goals ask for; all device transfers in one batch.
+    """Host buffers as what their goals ask for.
 
-    A buffer belongs to the array made of it: device_put may alias it, so none is used again.
+    A buffer belongs to the array made of it: the array may alias it, so none is used again.
     """
-    values: list[np.ndarray] = []
-    places: list[Any] = []
-    uncommitted: list[np.ndarray] = []
-    for goal, buffers in read_in:
-        if goal.kind not in ("jax", "key"):
-            continue
-        assert goal.wish is not None
-        if goal.sharding is None:
-            uncommitted.append(buffers[0])
-        elif not goal.wish.devices and buffers:
-            values.append(buffers[0])
-            places.append(physical(goal.sharding, stored.leaves[goal.leaf]))
-        else:
-            for device, number in goal.wish.devices:
-                values.append(buffers[number])
-                places.append(shardings.single(device, goal.sharding.memory_kind))
-    put = iter(jax.device_put(values, places) if values else ())
-    put_anywhere = iter(jax.device_put(uncommitted) if uncommitted else ())
-    return [
-        _result(
-            goal, buffers, stored.leaves[goal.leaf], put_anywhere if goal.sharding is None else put
-        )
-        for goal, buffers in read_in
-    ]
+    anywhere = [buffers[0] for goal, buffers in read_in if _is_array(goal) and not goal.sharding]
+    put = iter(jax.device_put(anywhere) if anywhere else ())
+    return [_result(goal, buffers, stored.leaves[goal.leaf], put) for goal, buffers in read_in]
+
+
+def _is_array(goal: Goal) -> bool:
+    return goal.kind in ("jax", "key")
 
 
 def _result(
     goal: Goal, buffers: list[np.ndarray], leaf: StoredLeaf, put: Iterator[jax.Array]
 ) -> Any:
-    if goal.kind in ("jax", "key"):
-        return _device_result(goal, leaf, put)
+    if _is_array(goal):
+        array = _on_devices(goal, leaf, buffers) if goal.sharding else next(put)
+        if goal.kind == "key":
+            return jax.random.wrap_key_data(array, impl=leaf.impl)
+        return _weakly_typed(array, goal.sharding) if goal.weak_type else array
     if goal.kind == "bytes":
         return buffers[0].tobytes()
     if goal.kind == "python":
@@ -257,19 +242,25 @@ def _result(
     return buffers[0]
 
 
-def _device_result(goal: Goal, leaf: StoredLeaf, put: Iterator[jax.Array]) -> jax.Array:
+def _on_devices(goal: Goal, leaf: StoredLeaf, buffers: Sequence[np.ndarray]) -> jax.Array:
+    """One call for all devices: JAX takes 2 us of a shard so, and 20 for an array on its own."""
     assert goal.wish is not None
-    if goal.wish.devices or not goal.wish.boxes:
-        shards = [next(put) for _ in goal.wish.devices]
-        sharding = goal.spread or physical(goal.sharding, leaf)
-        array: jax.Array = jax.make_array_from_single_device_arrays(
-            leaf.stored_shape, sharding, shards, dtype=np.dtype(goal.dtype or leaf.stored_dtype)
+    sharding = goal.spread or physical(goal.sharding, leaf)
+    dtype = np.dtype(goal.dtype or leaf.stored_dtype)
+    if not buffers:  # all of it lies in other processes
+        return jax.make_array_from_single_device_arrays(
+            leaf.stored_shape, sharding, [], dtype=dtype
         )
-    else:
-        array = next(put)
-    if goal.kind == "key":
-        return jax.random.wrap_key_data(array, impl=leaf.impl)
-    return _weakly_typed(array, goal.sharding) if goal.weak_type else array
+    is_whole = not goal.wish.devices
+    by_start = {box.start: buffer for box, buffer in zip(goal.wish.boxes, buffers, strict=True)}
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        if is_whole:
+            return buffers[0][index]
+        return by_start[tuple(cut.start or 0 for cut in index)]
+
+    return jax.make_array_from_callback(leaf.stored_shape, sharding, part, dtype)
 
 
 def _weakly_typed(array: jax.Array, sharding: Any) -> jax.Array:

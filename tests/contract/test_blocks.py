@@ -193,7 +193,7 @@ def test_on_one_of_eight_devices_blocks_write_what_arrays_write(tmp_path, mode, 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_with_many_chunks_a_leaf_blocks_write_what_arrays_write(tmp_path, mesh8, mode, baseline):
-    storage = Storage(durable=False, chunk_bytes=100)
+    storage = Storage(durable=False, chunk_bytes=500)
     check(tmp_path, list(mesh8.devices.flat), mode, baseline, storage=storage)
 
 
