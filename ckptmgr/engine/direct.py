@@ -11,13 +11,14 @@ whose word counts.
 
 from __future__ import annotations
 
-import itertools
+import collections
+import contextlib
 import logging
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,37 +107,58 @@ class Piece:
     put: Callable[[np.ndarray], None]
 
 
-class Reading:
-    """Pieces on their way to where they belong, on threads of their own, until `finish`."""
+class DirectReader:
+    """Reads pieces to where they belong, on threads of its own, until `close`."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self) -> None:
         self._files = _Files()
-        self._failed: list[int] = []
-        self._pool: ThreadPoolExecutor | None = None
-        self._results: Iterator[list[int]] = iter(())
-        spans = list(_spans([piece for piece in pieces if isinstance(piece.place, Place)]))
-        workers = min(len(spans), max(2, os.cpu_count() or 1))
-        try:
-            if spans:
-                self._pool = ThreadPoolExecutor(workers, "ckptmgr-read")
-                self._results = self._pool.map(self._files.span, spans)
-        except RuntimeError:  # no thread starts while the interpreter ends
-            self._results = map(self._files.span, spans)
+        self._workers = max(2, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(self._workers, "ckptmgr-read")
+
+    def start(self, pieces: Sequence[Piece]) -> Callable[[], list[int]]:
+        """Begins to read. What it returns waits until all are there, and gives the numbers of those
+        that could not be read, or were not what they should be, ascending."""
+        spans = collections.deque(
+            _spans([piece for piece in pieces if isinstance(piece.place, Place)])
+        )
+        failed: list[int] = []
+
+        def work() -> None:  # a task for each span would take longer than many a span
+            try:
+                while (span := _next(spans)) is not None:
+                    failed.extend(self._files.span(span))
+            finally:
+                spans.clear()
+
+        at_work: list[Future[None]] = []
+        with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter ends
+            at_work += [self._pool.submit(work) for _ in range(min(len(spans), self._workers))]
         for piece in pieces:
             if not isinstance(piece.place, Place):
-                self._failed += _take(piece, np.frombuffer(piece.place, np.uint8))
+                failed.extend(_take(piece, np.frombuffer(piece.place, np.uint8)))
 
-    def finish(self) -> list[int]:
-        """Waits until all are there; the numbers of those that could not be read, or were not what
-        they should be, ascending."""
-        try:
-            self._failed += itertools.chain.from_iterable(self._results)
-        finally:
-            self._results = iter(())
-            if self._pool is not None:
-                self._pool.shutdown()
-            self._files.close()
-        return sorted(self._failed)
+        def finish() -> list[int]:
+            try:
+                work()
+            finally:
+                wait(at_work)
+            for one in at_work:
+                one.result()
+            return sorted(failed)
+
+        return finish
+
+    def close(self) -> None:
+        """Ends the threads, without what nobody waits for any more, and closes the files."""
+        self._pool.shutdown(cancel_futures=True)
+        self._files.close()
+
+
+def _next(spans: collections.deque[list[Piece]]) -> list[Piece] | None:
+    try:
+        return spans.popleft()
+    except IndexError:
+        return None
 
 
 def _spans(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

@@ -77,6 +77,7 @@ class Reader:
         self._context = arrays.context()
         self._database: ts.KvStore | None = None
         self._places: direct.Places = {}
+        self._direct: direct.DirectReader | None = None
 
     def locate(self, units: Sequence[Unit]) -> None:
         """Looks for the places of chunks in their files, for what `start` is going to be asked."""
@@ -124,8 +125,10 @@ class Reader:
         """Begins to fill `into[leaf][i]`, the arrays for `wanted[leaf][i]`, from `units`.
 
         What it returns must be called, once: it ends when all is there, and raises CorruptCheckpoint
-        for whatever cannot be read or has another digest.
+        for whatever cannot be read or has another digest. When all is read, `close` must be called.
         """
+        if self._direct is None:
+            self._direct = direct.DirectReader()
         pieces: list[direct.Piece] = []
         left: list[int] = []
         for number, unit in enumerate(units):
@@ -134,13 +137,18 @@ class Reader:
                 left.append(number)
             else:
                 pieces.append(piece)
-        reading = direct.Reading(pieces)
+        reading = self._direct.start(pieces)
 
         def finish() -> None:
-            numbers = sorted([*left, *reading.finish()])
+            numbers = sorted([*left, *reading()])
             self._read([units[number] for number in numbers], wanted, into)
 
         return finish
+
+    def close(self) -> None:
+        """Ends what `start` has made."""
+        if self._direct is not None:
+            self._direct.close()
 
     def _read(
         self,

@@ -75,7 +75,10 @@ def read(
     moving: list[Any] = []
     misfits: dict[str, str] = {}
     waves = _waves(goals.goals, stored, options.host_bytes)
-    with contextlib.closing(_read_ahead(reader, waves, goals.goals, stored, units)) as read_in:
+    with (
+        contextlib.closing(reader),
+        contextlib.closing(_read_ahead(reader, waves, goals.goals, stored, units)) as read_in,
+    ):
         for wave, into in read_in:
             jax.block_until_ready(moving)
             filled = []

@@ -64,25 +64,37 @@ def open_things():
     return found
 
 
+def own_things(reader):
+    """The threads of a reader, and its files that are open, by number."""
+    found = {thread for thread in threading.enumerate() if thread.name.startswith("ckptmgr-read")}
+    for path, number in reader._files._files.items():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}") == path:
+                found.add((number, path))
+    return found
+
+
 @contextlib.contextmanager
 def seen(find=FIND):
     """Watches restores, whose places `find` finds."""
     found = Seen()
     ask = reader.Reader.ask
 
-    class Watched(direct.Reading):
-        def __init__(self, pieces):
-            self.before = open_things()
+    class Watched(direct.DirectReader):
+        def start(self, pieces):
             found.pieces += pieces
-            super().__init__(pieces)
+            finish = super().start(pieces)
 
-        def finish(self):
-            try:
-                failed = super().finish()
-            finally:
-                found.left += open_things() - self.before
-            found.failed += failed
-            return failed
+            def finished():
+                failed = finish()
+                found.failed += failed
+                return failed
+
+            return finished
+
+        def close(self):
+            super().close()
+            found.left += own_things(self)
 
     def spied_ask(self, unit, *args):
         found.asked.append(unit)
@@ -90,7 +102,7 @@ def seen(find=FIND):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "find_places", find)
-        patch.setattr(direct, "Reading", Watched)
+        patch.setattr(direct, "DirectReader", Watched)
         patch.setattr(reader.Reader, "ask", spied_ask)
         yield found
 
