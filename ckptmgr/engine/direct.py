@@ -34,7 +34,7 @@ logger = logging.getLogger("ckptmgr")
 BLOCK_BYTES = 2**20
 """Read at a time, so that the digest finds it in the cache."""
 
-SPAN_BYTES = 4 * 2**20
+SPAN_BYTES = 2**20
 """Up to this size small chunks are read together."""
 
 ALONE_BYTES = 2**18
