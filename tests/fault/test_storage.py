@@ -550,3 +550,45 @@ def test_the_start_of_a_manager_changes_nothing_in_a_root_without_leftovers(tmp_
     assert [operation for operation in store.operations] == []
     assert contents(tmp_path) == before
     swept(tmp_path).close()
+
+
+# -- writing early ----------------------------------------------------------------------------
+
+
+def test_a_hint_to_write_early_takes_each_file_once_and_never_fails(tmp_path):
+    store = Store(str(tmp_path))
+    begun = set()
+    store.begin_sync("d", begun)  # which is not there
+    assert begun == set()
+    (tmp_path / "d" / "directory").mkdir(parents=True)
+    (tmp_path / "d" / "a").write_bytes(b"a" * MIB)
+    (tmp_path / "d" / "dangling").symlink_to("nowhere")
+    store.begin_sync("d", begun)
+    assert begun == {"a", "dangling", "directory"}
+    (tmp_path / "d" / "b").touch()
+    store.begin_sync("d", begun)
+    assert begun == {"a", "b", "dangling", "directory"}
+    Store(str(tmp_path), durable=False).begin_sync("d", untouched := set())
+    assert untouched == set()
+
+
+def test_every_file_of_arrays_is_begun_before_it_is_synced(tmp_path, monkeypatch):
+    begun, seen = [], []
+    begin, sync = Store.begin_sync, Store.sync_tree
+
+    def begin_sync(self, name, names):
+        begin(self, name, names)
+        begun.append(set(names))
+
+    def sync_tree(self, name, *rest):
+        found = sync(self, name, *rest)
+        seen.append({path.rpartition("/d/")[2] for path in found if "ocdbt.process_0/d/" in path})
+        return found
+
+    monkeypatch.setattr(Store, "begin_sync", begin_sync)
+    monkeypatch.setattr(Store, "sync_tree", sync_tree)
+    with manager(tmp_path, storage=ckptmgr.Storage()) as mine:
+        mine.save(1, {f"x{i}": np.full(MIB, i, np.float32) for i in range(40)}, sync=True)
+    assert len(begun) > 1
+    (files,) = filter(None, seen)
+    assert files and files <= begun[-1]
