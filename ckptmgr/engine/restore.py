@@ -144,7 +144,7 @@ def _read_ahead(
                 finish()
 
 
-WAVES, LEAST_WAVE_BYTES = 16, 4 * 2**20
+WAVES, LEAST_WAVE_BYTES = 16, 16 * 2**20
 """A restore goes in about so many waves, none smaller than this: what a device does not take over
 without a copy is there twice while its wave is handed over."""
 
