@@ -11,14 +11,14 @@ whose word counts.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import os
+import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,32 +118,28 @@ class DirectReader:
     def start(self, pieces: Sequence[Piece]) -> Callable[[], list[int]]:
         """Begins to read. What it returns waits until all are there, and gives the numbers of those
         that could not be read, or were not what they should be, ascending."""
-        spans = collections.deque(
-            _spans([piece for piece in pieces if isinstance(piece.place, Place)])
-        )
         failed: list[int] = []
-
-        def work() -> None:  # a task for each span would take longer than many a span
-            try:
-                while (span := _next(spans)) is not None:
-                    failed.extend(self._files.span(span))
-            finally:
-                spans.clear()
-
-        at_work: list[Future[None]] = []
-        with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter ends
-            at_work += [self._pool.submit(work) for _ in range(min(len(spans), self._workers))]
         for piece in pieces:
             if not isinstance(piece.place, Place):
-                failed.extend(_take(piece, np.frombuffer(piece.place, np.uint8)))
+                failed += _take(piece, np.frombuffer(piece.place, np.uint8))
+        spans = list(_spans([piece for piece in pieces if isinstance(piece.place, Place)]))
+        asked, told = _queue_of(spans), queue.SimpleQueue[list[int] | BaseException]()
+
+        def work() -> None:  # a task for each span would take longer than many a span
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    told.put(_outcome(self._files.span, asked.get_nowait()))
+
+        with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter ends
+            for _ in range(min(len(spans), self._workers)):
+                self._pool.submit(work)
 
         def finish() -> list[int]:
-            try:
-                work()
-            finally:
-                wait(at_work)
-            for one in at_work:
-                one.result()
+            work()
+            for found in [told.get() for _ in spans]:  # each is told of, whoever has read it
+                if isinstance(found, BaseException):
+                    raise found
+                failed.extend(found)
             return sorted(failed)
 
         return finish
@@ -154,11 +150,21 @@ class DirectReader:
         self._files.close()
 
 
-def _next(spans: collections.deque[list[Piece]]) -> list[Piece] | None:
+def _queue_of(spans: Sequence[list[Piece]]) -> queue.SimpleQueue[list[Piece]]:
+    found: queue.SimpleQueue[list[Piece]] = queue.SimpleQueue()
+    for span in spans:
+        found.put(span)
+    return found
+
+
+def _outcome(
+    read: Callable[[list[Piece]], list[int]], span: list[Piece]
+) -> list[int] | BaseException:
+    """What reading a span gives or raises, for the thread that asks."""
     try:
-        return spans.popleft()
-    except IndexError:
-        return None
+        return read(span)
+    except BaseException as exc:
+        return exc
 
 
 def _spans(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

@@ -716,6 +716,60 @@ def test_a_damaged_tree_of_keys_gives_right_values_or_an_error(tmp_path, verify)
     assert wrong == []
 
 
+# -- threads ----------------------------------------------------------------------------------
+
+
+def pieces_of(path, count, put):
+    """Pieces of one byte each, none beside another."""
+    path.write_bytes(bytes(range(2 * count)))
+    places = [Place(str(path), 2 * number, 1) for number in range(count)]
+    return [direct.Piece(n, place, 1, "", None, put) for n, place in enumerate(places)]
+
+
+def test_all_is_read_before_the_end_where_only_some_threads_start(tmp_path, monkeypatch):
+    seen_by, held = [], threading.Event()
+
+    def put(found):
+        if threading.current_thread() is not threading.main_thread():
+            assert held.wait(30)
+        seen_by.append(int(found[0]))
+        if len(seen_by) == 19:  # all but the one that the thread holds
+            held.set()
+
+    reading = direct.DirectReader()
+    submit = reading._pool.submit
+    begun = []
+
+    def only_one(work):
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(submit(work))
+        started.wait(30)
+
+    started = threading.Event()
+    span = reading._files.span
+    monkeypatch.setattr(reading._files, "span", lambda *args: (started.set(), span(*args))[1])
+    monkeypatch.setattr(reading._pool, "submit", only_one)
+    with contextlib.closing(reading):
+        assert reading.start(pieces_of(tmp_path / "data", 20, put))() == []
+        assert sorted(seen_by) == list(range(0, 40, 2))
+
+
+def test_what_one_piece_raises_is_raised_when_the_others_are_there(tmp_path):
+    taken = []
+
+    def put(found):
+        if found[0] == 6:
+            raise MemoryError("no room for it")
+        taken.append(int(found[0]))
+
+    with contextlib.closing(direct.DirectReader()) as reading:
+        finish = reading.start(pieces_of(tmp_path / "data", 20, put))
+        with pytest.raises(MemoryError, match="no room for it"):
+            finish()
+        assert sorted(taken) == [number for number in range(0, 40, 2) if number != 6]
+
+
 # -- nothing is left --------------------------------------------------------------------------
 
 
