@@ -14,7 +14,8 @@ from ckptmgr import checking, reading
 from ckptmgr.core import layout, retention
 from ckptmgr.core.info import Restored, StepInfo
 from ckptmgr.engine import coord, meeting, pipeline
-from ckptmgr.engine.catalog import Catalog, Entry
+from ckptmgr.engine.catalog import Catalog
+from ckptmgr.engine.listing import Entry
 from ckptmgr.engine.recovery import Recovery
 from ckptmgr.engine.retaining import Retention
 from ckptmgr.engine.snapshot import Stager
@@ -259,17 +260,17 @@ class CheckpointManager:
             self._must_write("pin")
             self._saves.wait_settled(number)
             found(self._catalog, number)
-            self._catalog.pin(number, reason)
+            self._catalog.records.put_pin(number, reason, self._clock.time())
 
     def unpin(self, step: Any) -> None:
         """Takes a pin back; a step that has none is fine."""
         number = reading.step_number(step)
         with self._open_for("unpin"):
             self._must_write("unpin")
-            self._catalog.unpin(number)
+            self._catalog.records.remove_pin(number)
 
     def _refuse_pinned(self, steps: Sequence[int]) -> None:
-        pinned = {step: self._catalog.pinned(step) for step in steps}
+        pinned = {step: self._catalog.records.pin(step) for step in steps}
         for step, reason in pinned.items():
             if reason:
                 raise InvalidOption(f"step {step} is pinned ({reason}); unpin({step}) first")

@@ -19,8 +19,9 @@ from ckptmgr.core.info import Items, PerProcess, StepInfo, is_stateful
 from ckptmgr.core.plan import RestorePlan
 from ckptmgr.engine import foreign, goals
 from ckptmgr.engine import restore as engine_restore
-from ckptmgr.engine.catalog import Catalog, Entry
+from ckptmgr.engine.catalog import Catalog
 from ckptmgr.engine.goals import Goals
+from ckptmgr.engine.listing import Entry
 from ckptmgr.engine.memory import no_collections
 from ckptmgr.engine.steps import OpenItem, OpenStep, info_of, open_step
 from ckptmgr.engine.store import Store, local_path

@@ -16,7 +16,8 @@ from typing import Any
 
 from ckptmgr import reading
 from ckptmgr.core.info import Restored, Skipped
-from ckptmgr.engine.catalog import Catalog, Entry
+from ckptmgr.engine.catalog import Catalog
+from ckptmgr.engine.listing import Entry
 from ckptmgr.engine.meeting import odd_ones, telling
 from ckptmgr.engine.pipeline import Tools
 from ckptmgr.errors import CorruptCheckpoint, PeerFailed, Problem, StepNotFound, StoreError

@@ -9,8 +9,8 @@ from typing import Any
 
 from ckptmgr import reading
 from ckptmgr.core.info import StepInfo
-from ckptmgr.engine.catalog import Entry
 from ckptmgr.engine.leases import Lease
+from ckptmgr.engine.listing import Entry
 from ckptmgr.engine.overview import Overview
 from ckptmgr.errors import InvalidOption, StoreError
 from ckptmgr.events import Clock

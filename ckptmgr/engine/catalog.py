@@ -1,4 +1,4 @@
-"""Which steps there are, and how a step comes to be and goes.
+"""How a step comes to be and goes.
 
 The order of a save, and why:
 
@@ -11,9 +11,8 @@ The order of a save, and why:
    where the file system cannot, by two renames that the intent lets the next manager finish.
 5. The root is synced. Then the intent is removed.
 
-Deletion goes the other way: one rename out of sight, synced, then the bytes. No list of steps is kept in
-memory: every answer comes from the directory. Not guaranteed: anything on a file system whose
-rename is not atomic.
+Deletion goes the other way: one rename out of sight, synced, then the bytes. Not guaranteed:
+anything on a file system whose rename is not atomic.
 """
 
 from __future__ import annotations
@@ -21,21 +20,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptmgr.core import layout, orbax_format
+from ckptmgr.core import layout
 from ckptmgr.core.manifest import FormatError, Manifest
 from ckptmgr.engine import owners
-from ckptmgr.engine.records import Records
+from ckptmgr.engine.listing import TRIES, Entry, Listing
 from ckptmgr.engine.recovery import remove_attempt, remove_if_possible
 from ckptmgr.engine.store import Store
 from ckptmgr.errors import Problem, StepExists, StoreError
 from ckptmgr.events import Clock
 
 logger = logging.getLogger("ckptmgr")
-
-_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,110 +44,13 @@ class Attempt:
     tmp: str
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A directory with a step's name.
-
-    Attributes:
-      step: its number.
-      manifest: ours, where it is valid.
-      foreign: whether Orbax wrote it.
-      problem: why it is not a step; None for a committed one.
-      suspect: why its values are in doubt, of a committed step; "" where they are not.
-      verified: whether a full verification of this very attempt is on record.
-      pinned: why retention must leave it, of a committed step; "" where it may go.
-      unreadable: set besides `problem` where storage refused to say what it is.
-    """
-
-    step: int
-    manifest: Manifest | None = None
-    foreign: bool = False
-    problem: Problem | None = None
-    suspect: str = ""
-    verified: bool = False
-    pinned: str = ""
-    unreadable: StoreError | None = None
-
-
-_NO_MANIFEST = Problem(layout.MANIFEST, "missing")
-
-
-class Catalog:
-    """The steps below one root."""
+class Catalog(Listing):
+    """The steps below one root, and how they change."""
 
     def __init__(self, store: Store, clock: Clock, new_attempt: Callable[[], str]) -> None:
-        self.store = store
-        self.records = Records(store)
+        super().__init__(store)
         self._clock = clock
         self._new_attempt = new_attempt
-
-    # -- what there is ----------------------------------------------------------------------
-
-    def entries(self, look: Callable[[int], Entry | None] | None = None) -> Iterator[Entry]:
-        """Every directory with a step's name, newest first; each read, or looked at by `look`, when
-        it is its turn."""
-        look = look or self.entry
-        seen: set[int] = set()
-        gone = True
-        while gone:  # what was listed may have gone since, and newer steps come
-            gone = False
-            numbers = {layout.parse_step(name) for name in self.store.names()}
-            found = {number for number in numbers if number is not None and number not in seen}
-            for step in sorted(found, reverse=True):
-                seen.add(step)
-                entry = look(step)
-                if entry is not None:
-                    yield entry
-                elif not self.store.exists(layout.step_name(step)):
-                    gone = True
-                    break
-
-    def committed(self) -> Iterator[Entry]:
-        """The committed steps, newest first."""
-        return (entry for entry in self.entries() if entry.problem is None)
-
-    def entry(self, step: int) -> Entry | None:
-        """What lies under a step's name; None where no directory does."""
-        for _ in range(_TRIES):
-            found = self._look(step)
-            lost = found is not None and found.problem == _NO_MANIFEST
-            if not lost or not self.store.exists(f"{layout.step_name(step)}/{layout.MANIFEST}"):
-                break  # else another writer replaced the step between two looks
-        return found
-
-    def _look(self, step: int) -> Entry | None:
-        name = layout.step_name(step)
-        if not self.store.is_dir(name):
-            return None
-        try:
-            text = self.store.read_file(f"{name}/{layout.MANIFEST}")
-        except StoreError as exc:
-            if not isinstance(exc.__cause__, FileNotFoundError):
-                problem = Problem(layout.MANIFEST, str(exc))
-                return Entry(step, problem=problem, unreadable=exc)
-            return self._without_manifest(step)
-        try:
-            manifest = Manifest.from_json(text)
-        except FormatError as exc:
-            return Entry(step, problem=Problem(layout.MANIFEST, str(exc)))
-        if manifest.step != step:
-            why = f"it is the manifest of step {manifest.step}; rename the directory to that number"
-            return Entry(step, problem=Problem(layout.MANIFEST, why))
-        return self.with_records(step, manifest, self.records)
-
-    def with_records(self, step: int, manifest: Manifest, records: Records) -> Entry:
-        """A step of ours with what is on record about it."""
-        if records.damaged(step) == manifest.attempt:
-            record = layout.damaged_name(step)
-            why = f"found damaged by an earlier restore, see {self.store.path(record)}"
-            return Entry(step, problem=Problem(record, why))
-        return Entry(
-            step,
-            manifest,
-            suspect=records.doubt(step, manifest.attempt),
-            verified=records.verified(step, manifest.attempt),
-            pinned=records.pin(step),
-        )
 
     def mark_damaged(self, entry: Entry, reason: str) -> None:
         """Puts a step of ours aside: it is no longer listed, counted or in the way of a save.
@@ -200,45 +100,6 @@ class Catalog:
                 self.records.retract_verified(step)
         except StoreError as exc:
             logger.warning("step %d: its verification is not on record: %s", step, exc)
-
-    def _without_manifest(self, step: int) -> Entry | None:
-        """Orbax's, ours but damaged, or no step at all."""
-        name = layout.step_name(step)
-        found = False
-        for item in self.store.names(name):
-            if self.store.is_dir(f"{name}/{layout.own_dir(item)}"):
-                return Entry(step, problem=_NO_MANIFEST)
-            text = self._read_or_none(f"{name}/{layout.pytree_metadata(item)}")
-            if text is None:
-                continue
-            try:
-                tree = orbax_format.parse_pytree_metadata(text)
-            except FormatError:
-                continue
-            if tree.marked:
-                return Entry(step, problem=_NO_MANIFEST)
-            found = True
-        if found or self._has_checkpoint_metadata(name):
-            return Entry(step, foreign=True, pinned=self.records.pin(step))
-        if not self.store.is_dir(name):
-            return None
-        return Entry(step, problem=Problem("", "no manifest of ckptmgr and no metadata of Orbax"))
-
-    def _has_checkpoint_metadata(self, name: str) -> bool:
-        """Orbax's metadata of a step, and an item that it lists: one without trees is a step too."""
-        text = self._read_or_none(f"{name}/{layout.CHECKPOINT_METADATA}")
-        try:
-            items = json.loads(text)["item_handlers"] if text is not None else ()
-            own = (item for item in items if item != layout.METRICS_ITEM)
-            return any(self.store.is_dir(f"{name}/{item}") for item in own)
-        except (ValueError, TypeError, KeyError):
-            return False
-
-    def _read_or_none(self, name: str) -> bytes | None:
-        try:
-            return self.store.read_file(name)
-        except StoreError:
-            return None
 
     # -- a save -----------------------------------------------------------------------------
 
@@ -309,7 +170,7 @@ class Catalog:
     def _put_in_place(self, attempt: Attempt, final: str, overwrite: bool) -> None:
         """Renames; where something is in the way, deals with that and looks again, since other
         writers may have done the same meanwhile."""
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             if self.store.rename(attempt.tmp, final):
                 return
             there = self.entry(attempt.step)
@@ -322,7 +183,7 @@ class Catalog:
                     return
             elif there is not None or self.store.exists(final):
                 self._put_aside(attempt, final, there)
-        raise StoreError(f"{self.store.path(final)} was taken by others {_TRIES} times in a row")
+        raise StoreError(f"{self.store.path(final)} was taken by others {TRIES} times in a row")
 
     def _put_aside(self, attempt: Attempt, final: str, there: Entry | None) -> None:
         """Moves what lies at a step's place and is none to quarantine, with a warning."""
@@ -352,7 +213,7 @@ class Catalog:
     def _is_whole_step(self, path: str, step: int, damaged: str) -> bool:
         """Whether a directory holds a valid manifest of `step`, other than the damaged attempt's."""
         try:
-            found = Manifest.from_json(self._read_or_none(f"{path}/{layout.MANIFEST}") or b"")
+            found = Manifest.from_json(self.read_or_none(f"{path}/{layout.MANIFEST}") or b"")
         except FormatError:
             return False
         return found.step == step and found.attempt != damaged
@@ -401,19 +262,6 @@ class Catalog:
         logger.warning(
             "step %d: leftovers of the failed save remain at %s", attempt.step, attempt.tmp
         )
-
-    # -- pins -------------------------------------------------------------------------------
-
-    def pin(self, step: int, reason: str) -> None:
-        """Puts on record that retention must leave a step."""
-        self.records.put_pin(step, reason, self._clock.time())
-
-    def pinned(self, step: int) -> str:
-        """Why retention must leave a step, "" where it may go."""
-        return self.records.pin(step)
-
-    def unpin(self, step: int) -> None:
-        self.records.remove_pin(step)
 
     # -- deletion ---------------------------------------------------------------------------
 

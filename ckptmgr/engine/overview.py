@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from ckptmgr.core import layout
 from ckptmgr.core.manifest import Manifest
-from ckptmgr.engine.catalog import Catalog, Entry
+from ckptmgr.engine.catalog import Catalog
+from ckptmgr.engine.listing import Entry
 from ckptmgr.engine.store import Stamp
 from ckptmgr.events import Clock
 

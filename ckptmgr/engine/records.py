@@ -1,7 +1,8 @@
 """What is on record about a step besides the step itself: damaged, suspect, verified, pinned.
 
 Each is a small file below `_ckptmgr/` that names the attempt it is about; another attempt in the
-step's place makes it void, but for a pin, which is about the step whoever wrote it. Records are synced, for what they say was told to somebody.
+step's place makes it void, but for a pin, which is about the step whoever wrote it. Records are
+synced, for what they say was told to somebody.
 """
 
 from __future__ import annotations

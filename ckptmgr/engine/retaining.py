@@ -10,7 +10,8 @@ from ckptmgr.core import layout, retention
 from ckptmgr.core.info import StepInfo
 from ckptmgr.core.retention import Decision, KeepAll, Policy
 from ckptmgr.engine import leases
-from ckptmgr.engine.catalog import Catalog, Entry
+from ckptmgr.engine.catalog import Catalog
+from ckptmgr.engine.listing import Entry
 from ckptmgr.engine.overview import Overview
 from ckptmgr.engine.steps import info_of
 from ckptmgr.events import Clock

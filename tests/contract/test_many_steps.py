@@ -198,8 +198,11 @@ CHANGES = {
     "a suspect": lambda root, catalog: catalog.mark_suspects("torn"),
     "a doubt that cannot be read": unreadable_doubt,
     "verified": lambda root, catalog: catalog.record_verdict(9, manifest(root, 9).attempt, ()),
-    "a pin": lambda root, catalog: catalog.pin(9, "the paper"),
-    "a pin taken back": lambda root, catalog: (catalog.pin(9, "the paper"), catalog.unpin(9)),
+    "a pin": lambda root, catalog: catalog.records.put_pin(9, "the paper", 0.0),
+    "a pin taken back": lambda root, catalog: (
+        catalog.records.put_pin(9, "the paper", 0.0),
+        catalog.records.remove_pin(9),
+    ),
     "a broken manifest": lambda root, catalog: break_manifest(root, 9),
     "no manifest": no_manifest,
     "deleted": lambda root, catalog: shutil.rmtree(root / "9"),
@@ -228,7 +231,7 @@ def test_a_pin_counts_where_its_directory_cannot_be_listed(root):
                 raise StoreError("cannot list")
             return super().names(name)
 
-    catalog_of(str(root)).pin(9, "the paper")
+    catalog_of(str(root)).records.put_pin(9, "the paper", 0.0)
     overview = overview_of(Unlisted(str(root)))
     for _ in range(2):
         assert [e.step for e in overview.committed() if e.pinned] == [9]
