@@ -250,108 +250,122 @@ def write(
     its wave is committed and digested. `after_wave` is called when the file of a wave is written,
     `on_host` when the last value has arrived.
     """
-    ctx = context()
-    kvstore = database(path)
     digester = _Digester(staged.plan.tree.leaves, leaf_digests)
-    committing: collections.deque[_Committing] = collections.deque()
-
-    def settle() -> None:
-        wave = committing.popleft()
-        wave.future.result()
-        after_wave()
-        digester.wait(wave.digested)
-        wave.loans.wait()
-        staged.free(wave.number)
-
+    waves = _Waves(staged, path, digester, after_wave)
     try:
         for number in range(len(staged.waves)):
             before_wave()
-            while not staged.is_ready(number):
-                if committing:  # its memory may be what the copies wait for
-                    settle()
-                else:
-                    staged.wait(number)
-            transaction = ts.Transaction()
-            loans = _Loans()
-            whole, rest = staged.blocks[number]
-            try:
-                if whole:
-                    into = ts.KvStore.open(kvstore, context=ctx).result()
-                    _fill_blocks(into.with_transaction(transaction), whole, staged, digester)
-                _fill(transaction, rest, staged, kvstore, ctx, digester, loans)
-                if not rest and not digester.sums:
-                    staged.copied(number)
-                if len(committing) >= WAVES_COMMITTING:
-                    settle()
-            except BaseException:
-                transaction.abort()
-                raise
-            future = transaction.commit_async()
-            committing.append(_Committing(number, future, digester.given, loans))
+            waves.wait_for(number)
+            waves.write(number)
         on_host()
-        while committing:
-            settle()
+        while waves.committing:
+            waves.settle()
         return digester.finish()
     finally:
-        for left in committing:  # of a save that failed: nobody may write when it is removed
-            left.future.exception()
+        waves.end()
         digester.end()
 
 
-def _fill(
-    transaction: ts.Transaction,
-    wave: Wave,
-    staged: Staged,
-    kvstore: Mapping[str, Any],
-    ctx: ts.Context,
-    digester: _Digester,
-    loans: _Loans,
-) -> None:
-    tree = staged.plan.tree
-    opening: list[Any] = []
-    for job in wave:
-        if not job.writes:
-            opening.append(None)
-            continue
-        spec = array_spec(tree, tree.leaves[job.leaf], kvstore)
-        how: Any = {"create": True} if job.first else {"open": True, "assume_metadata": True}
-        opening.append(ts.open(spec, context=ctx, transaction=transaction, **how))
-    writing = []
-    for job, opened in zip(wave, opening, strict=True):
-        leaf = tree.leaves[job.leaf]
-        for part in job.parts:
-            values = assemble(leaf, part, staged)
-            if opened is None:
-                digester.give(part, values)
+class _Waves:
+    """The waves of one database, on their way to disk in order."""
+
+    def __init__(
+        self, staged: Staged, path: str, digester: _Digester, after_wave: Callable[[], object]
+    ) -> None:
+        self.committing: collections.deque[_Committing] = collections.deque()
+        self._staged = staged
+        self._tree = staged.plan.tree
+        self._kvstore = database(path)
+        self._context = context()
+        self._digester = digester
+        self._after_wave = after_wave
+
+    def wait_for(self, number: int) -> None:
+        """Waits until the copies of a wave are ordered."""
+        while not self._staged.is_ready(number):
+            if self.committing:  # its memory may be what the copies wait for
+                self.settle()
+            else:
+                self._staged.wait(number)
+
+    def write(self, number: int) -> None:
+        """Fills the transaction of a wave and begins to commit it."""
+        transaction = ts.Transaction()
+        loans = _Loans()
+        whole, rest = self._staged.blocks[number]
+        try:
+            if whole:
+                self._fill_blocks(transaction, whole)
+            self._fill(transaction, rest, loans)
+            if not rest and not self._digester.sums:
+                self._staged.copied(number)
+            if len(self.committing) >= WAVES_COMMITTING:
+                self.settle()
+        except BaseException:
+            transaction.abort()
+            raise
+        future = transaction.commit_async()
+        self.committing.append(_Committing(number, future, self._digester.given, loans))
+
+    def settle(self) -> None:
+        """Waits until the oldest wave is committed and digested, and frees its memory."""
+        wave = self.committing.popleft()
+        wave.future.result()
+        self._after_wave()
+        self._digester.wait(wave.digested)
+        wave.loans.wait()
+        self._staged.free(wave.number)
+
+    def end(self) -> None:
+        """Of a save that failed: nobody may write when its directory is removed."""
+        for left in self.committing:
+            left.future.exception()
+
+    def _fill(self, transaction: ts.Transaction, wave: Wave, loans: _Loans) -> None:
+        opening: list[Any] = []
+        for job in wave:
+            if not job.writes:
+                opening.append(None)
                 continue
-            target = opened.result()[part.box.slices] if part.box.start else opened.result()
-            loans.lend(values)
-            writing.append(target.write(values, can_reference_source_data_indefinitely=True))
-            digester.give(part, values)
-        if not job.parts:
-            opened.result()
-    for future in writing:
-        future.copy.result()
+            spec = array_spec(self._tree, self._tree.leaves[job.leaf], self._kvstore)
+            how: Any = {"create": True} if job.first else {"open": True, "assume_metadata": True}
+            opening.append(ts.open(spec, context=self._context, transaction=transaction, **how))
+        writing = []
+        for job, opened in zip(wave, opening, strict=True):
+            leaf = self._tree.leaves[job.leaf]
+            for part in job.parts:
+                values = assemble(leaf, part, self._staged)
+                if opened is None:
+                    self._digester.give(part, values)
+                    continue
+                array = opened.result()
+                target = array[part.box.slices] if part.box.start else array
+                loans.lend(values)
+                writing.append(target.write(values, can_reference_source_data_indefinitely=True))
+                self._digester.give(part, values)
+            if not job.parts:
+                opened.result()
+        for future in writing:
+            future.copy.result()
 
-
-def _fill_blocks(
-    into: ts.KvStore, blocks: Sequence[Block], staged: Staged, digester: _Digester
-) -> None:
-    tree = staged.plan.tree
-    for block in blocks:
-        values = values_of(block, tree, staged)
-        for part, creates, one in zip(block.parts, block.creates, values, strict=True):
-            leaf = tree.leaves[part.leaf]
-            if creates:
-                made = _metadata(tree.driver, leaf.stored_shape, leaf.chunk, leaf.stored_dtype)
-                into.write(layout.metadata_key(tree.driver, leaf.name), made)
-            for index, where in block.chunks:
-                data = one[where].tobytes()
-                into.write(layout.chunk_key(tree.driver, leaf.name, index), data)
-                if not digester.sums:
-                    digester.note(Chunk(part.leaf, index, len(data), manifest.digest(data)))
-            if digester.sums:
-                digester.give(part, one)
+    def _fill_blocks(self, transaction: ts.Transaction, blocks: Sequence[Block]) -> None:
+        database = ts.KvStore.open(self._kvstore, context=self._context).result()
+        into = database.with_transaction(transaction)
+        tree, digester = self._tree, self._digester
+        for block in blocks:
+            values = values_of(block, tree, self._staged)
+            for part, creates, one in zip(block.parts, block.creates, values, strict=True):
+                leaf = tree.leaves[part.leaf]
+                if creates:
+                    made = _metadata(tree.driver, leaf.stored_shape, leaf.chunk, leaf.stored_dtype)
+                    into.write(layout.metadata_key(tree.driver, leaf.name), made)
+                for index, where in block.chunks:
+                    data = one[where].tobytes()
+                    into.write(layout.chunk_key(tree.driver, leaf.name, index), data)
+                    if not digester.sums:
+                        digester.note(Chunk(part.leaf, index, len(data), manifest.digest(data)))
+                if digester.sums:
+                    digester.give(part, one)
 
 
 @functools.lru_cache(maxsize=4096)
