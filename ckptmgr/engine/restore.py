@@ -220,8 +220,10 @@ def _place(read_in: Sequence[tuple[Goal, list[np.ndarray]]], stored: StoredTree)
 
     A buffer belongs to the array made of it: the array may alias it, so none is used again.
     """
-    anywhere = [buffers[0] for goal, buffers in read_in if _is_array(goal) and not goal.sharding]
-    put = iter(jax.device_put(anywhere) if anywhere else ())
+    anywhere = [
+        buffers[0] for goal, buffers in read_in if _is_array(goal) and goal.sharding is None
+    ]
+    put = iter(jax.device_put(anywhere))
     return [_result(goal, buffers, stored.leaves[goal.leaf], put) for goal, buffers in read_in]
 
 
@@ -233,7 +235,7 @@ def _result(
     goal: Goal, buffers: list[np.ndarray], leaf: StoredLeaf, put: Iterator[jax.Array]
 ) -> Any:
     if _is_array(goal):
-        array = _on_devices(goal, leaf, buffers) if goal.sharding else next(put)
+        array = next(put) if goal.sharding is None else _on_devices(goal, leaf, buffers)
         if goal.kind == "key":
             return jax.random.wrap_key_data(array, impl=leaf.impl)
         return _weakly_typed(array, goal.sharding) if goal.weak_type else array
