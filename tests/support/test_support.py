@@ -2,12 +2,14 @@
 
 import os
 import sys
+import textwrap
 import time
 
 import jax
 import pytest
 
 from tests.support import ChildFailed, finish, run_python, start_python
+from tests.support.child import OWN_OUTPUT
 
 
 def test_the_meshes_have_their_shapes(mesh8, mesh42):
@@ -40,6 +42,17 @@ def test_a_child_gets_arguments_and_environment(tmp_path):
 def test_a_child_sees_eight_devices_and_the_project():
     done = run_python("import jax, ckptmgr; print(len(jax.devices()), ckptmgr.__name__)")
     assert done.stdout.split() == ["8", "ckptmgr"]
+
+
+def test_native_code_does_not_write_into_what_a_script_of_several_processes_prints():
+    script = """
+        import os
+        print("one", end="")
+        os.write(1, b"[gloo] connected")
+        print(" line")
+        """
+    done = run_python(OWN_OUTPUT + textwrap.dedent(script))
+    assert (done.stdout, done.stderr) == ("one line\n", "[gloo] connected")
 
 
 def test_a_failing_child_raises_with_its_output():
