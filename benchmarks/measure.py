@@ -19,7 +19,7 @@ import numpy as np
 
 from command import child, name_of, progress
 from report import show_bytes
-from systems import SYSTEMS, Ckptmgr, System, counted_waves
+from systems import SYSTEMS, Ckptmgr, System, counted_waves, each_open
 from workloads import Leaf, Workload, catalogue
 
 
@@ -149,13 +149,13 @@ def run(task: Task) -> list[dict]:
     workload = catalogue(task.smoke)[task.workload]
     like = workload.like()
     records: list[dict] = []
-    with contextlib.ExitStack() as stack:
-        systems: dict[str, System] = {}
-        second: dict[str, System] = {}  # by which its code is used and its caches are not
-        for label in task.systems:
-            for made, root in ((systems, label), (second, f"{label}.second")):
-                made[label] = _system(task, label, root)
-                stack.callback(made[label].close)
+    second_root = Path(task.directory, "second")
+    second_root.mkdir()
+    with (
+        each_open(asdict(task), _system) as systems,
+        # by which its code is used and its caches are not
+        each_open({**asdict(task), "directory": second_root}, _system) as second,
+    ):
         for rep in range(task.reps + 1):
             for label, system in systems.items():
                 seed = len(records)  # new values for each save
@@ -175,7 +175,9 @@ def look_at_memory(task: Task) -> list[dict]:
     """The record of one system. It restores as after a restart, with nothing kept from the save."""
     workload = catalogue(task.smoke)[task.workload]
     (label,) = task.systems
-    system = _system(task, label, label)
+    root = Path(task.directory, label)
+    root.mkdir()
+    system = _system(name_of(label), root)
     _use(system, workload)
     state = workload.state(seed=1)
     to_save = system.prepare(state)
@@ -186,7 +188,7 @@ def look_at_memory(task: Task) -> list[dict]:
     for leaf in state.values():
         leaf.delete()
     del state, to_save
-    system = SYSTEMS[name_of(label)](system.root)
+    system = _system(name_of(label), root)
     like = workload.like()
     with _Peak() as restore:
         restored = _ready(system.restore(1, like))
@@ -234,10 +236,8 @@ def _ready(restored: dict) -> dict:
     return jax.block_until_ready(restored)
 
 
-def _system(task: Task, label: str, name: str) -> System:
-    root = Path(task.directory, name)
-    root.mkdir()
-    return SYSTEMS[name_of(label)](root)
+def _system(name: str, root: Path) -> System:
+    return SYSTEMS[name](root)
 
 
 def _progress(task: Task, label: str, rep: int, measured: Measures) -> None:
