@@ -82,7 +82,13 @@ class StoredLeaf:
 @functools.cache
 def itemsize(dtype: str) -> int:
     """Bytes of one element of a numpy or ml_dtypes dtype."""
-    return int(np.dtype(dtype).itemsize)
+    return int(dtype_of(dtype).itemsize)
+
+
+@functools.cache
+def dtype_of(name: str) -> np.dtype:
+    """The numpy or ml_dtypes dtype of a name."""
+    return np.dtype(name)
 
 
 _LEAF_TYPES: dict[str, type | tuple[type, ...]] = {
@@ -124,11 +130,13 @@ def leaf_from_json(data: Any) -> StoredLeaf:
     if not isinstance(data, dict) or "path" not in data or "kind" not in data:
         raise FormatError("a leaf is not an object with path and kind")
     known: dict[str, Any] = {}
-    for key, kind in _LEAF_TYPES.items():
-        if key in data:
-            if not isinstance(data[key], kind):
-                raise FormatError(f"field {key!r} of leaf {data['path']!r} has a wrong type")
-            known[key] = tuple(data[key]) if isinstance(data[key], list) else data[key]
+    for key, value in data.items():
+        kind = _LEAF_TYPES.get(key)
+        if kind is None:
+            continue
+        if not isinstance(value, kind):
+            raise FormatError(f"field {key!r} of leaf {data['path']!r} has a wrong type")
+        known[key] = tuple(value) if isinstance(value, list) else value
     known.setdefault("stored_dtype", known.get("dtype", ""))
     known.setdefault("stored_shape", known.get("shape", ()))
     return StoredLeaf(**known)

@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptmgr.core import boxes, manifest
 from ckptmgr.core.boxes import Box, Shape
@@ -254,8 +255,7 @@ def _is_chunk_aligned(leaf: StoredLeaf, box: Box) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What a restore wants of one stored leaf.
 
     Attributes:
@@ -269,8 +269,7 @@ class Wanted:
     copies: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """One read: a box of a stored leaf, and which wanted boxes get a piece of it.
 
     Attributes:

@@ -143,16 +143,23 @@ def _device_goal(
     number: int, leaf: StoredLeaf, dtype: str, sharding: Any, weak_type: bool = False
 ) -> Goal:
     kind = "key" if leaf.kind == "key" else "jax"
-    if dtype and not _is_kept(dtype, jax.config.read("jax_enable_x64")):
+    if _is_wide(dtype) and not jax.config.read("jax_enable_x64"):
         raise ValueError(f"{dtype} needs jax_enable_x64; without it JAX would cut the values")
-    wish = _whole_wish(leaf.stored_shape)
-    if sharding is not None:
-        found = shardings.wish(physical(sharding, leaf), leaf.stored_shape)
-        if sharding.is_fully_addressable and leaf.nbytes <= WHOLE_BYTES:
-            wish = replace(wish, elements=found.elements)
-        else:
-            wish = found
+    place = physical(sharding, leaf)
+    wish = _device_wish(place, leaf.stored_shape, manifest.itemsize(leaf.stored_dtype))
     return Goal(number, kind, dtype, wish, sharding, weak_type=weak_type)
+
+
+@functools.lru_cache(maxsize=4096)
+def _device_wish(sharding: Any, shape: tuple[int, ...], itemsize: int) -> shardings.Wish:
+    """Of an array on devices; small ones go there whole."""
+    goes_whole = _whole_wish(shape)
+    if sharding is None:
+        return goes_whole
+    found = shardings.wish(sharding, shape)
+    if sharding.is_fully_addressable and goes_whole.elements * itemsize <= WHOLE_BYTES:
+        return replace(goes_whole, elements=found.elements)
+    return found
 
 
 def _spread(goal: Goal, leaf: StoredLeaf) -> Goal | str:
@@ -251,7 +258,7 @@ def _goal_for(
     if wants_key and str(target.dtype) != f"key<{_impl_tag(leaf.impl)}>":
         return f"dtype: stored key<{_impl_tag(leaf.impl)}>, target {target.dtype}"
     dtype = name or ""
-    if not wants_key and not _may_become(leaf, np.dtype(dtype), cast):
+    if not wants_key and not _may_become(leaf, dtype, cast):
         advice = " (cast=True converts)" if _castable(leaf.dtype, dtype) else ""
         return f"dtype: stored {leaf.dtype}, target {dtype}{advice}"
     if isinstance(target, np.generic):
@@ -280,10 +287,9 @@ def _name_of(dtype: Any) -> str | None:
     return None if is_key else str(np.dtype(dtype).name)
 
 
-@functools.lru_cache(maxsize=256)
-def _is_kept(dtype: str, x64: bool) -> bool:
-    """Whether JAX, with or without x64, leaves values of a dtype as they are."""
-    return bool(jax.dtypes.canonicalize_dtype(dtype).name == dtype)
+def _is_wide(dtype: str) -> bool:
+    """Whether JAX cuts values of a dtype while x64 is off."""
+    return dtype in ("int64", "uint64", "float64", "complex128")
 
 
 def _goal_for_python(number: int, leaf: StoredLeaf, target: Any, cast: bool) -> Goal | str:
@@ -323,12 +329,12 @@ def _castable(stored: str, target: str) -> bool:
     return families == ("int", "int") and bool(np.can_cast(np.dtype(stored), np.dtype(target)))
 
 
-def _may_become(leaf: StoredLeaf, target: np.dtype, cast: bool) -> bool:
-    if leaf.dtype == target.name:
+def _may_become(leaf: StoredLeaf, dtype: str, cast: bool) -> bool:
+    if leaf.dtype == dtype:
         return True
     if leaf.pytype and leaf.pytype != "numpy":  # a Python number has no width of its own
-        return family(leaf.dtype) == family(target.name)
-    return cast and _castable(leaf.dtype, target.name)
+        return family(leaf.dtype) == family(dtype)
+    return cast and _castable(leaf.dtype, dtype)
 
 
 @functools.lru_cache(maxsize=64)

@@ -173,16 +173,15 @@ class Reader:
         self, number: int, unit: Unit, wanted: Sequence[Box], into: Sequence[np.ndarray]
     ) -> direct.Piece | None:
         leaf = self._tree.leaves[unit.leaf]
-        if not self._places or not self._is_plain(unit):
+        known = self._digest_of_plain(unit, leaf) if self._places else None
+        if known is None:
             return None
-        index = unit.chunks[0]
-        place = self._places.get(layout.chunk_key(self._tree.driver, leaf.name, index))
+        place = self._places.get(layout.chunk_key(self._tree.driver, leaf.name, unit.chunks[0]))
         size = manifest.itemsize(leaf.stored_dtype)
         length = place.length if isinstance(place, direct.Place) else len(place or b"")
         if place is None or length != math.prod(leaf.chunk) * size:
             return None
         shape = unit.box.shape
-        known = self._digests[unit.leaf, index] if self._compare else ""
         target = _target_of(unit, leaf, wanted, into)
         if target is not None and target.flags.c_contiguous:
             run: np.ndarray | None = target.reshape(-1).view(np.uint8)
@@ -193,7 +192,8 @@ class Reader:
             values = found.view(leaf.stored_dtype).reshape(shape)
             _scatter(unit, leaf, values, wanted, into)
 
-        return direct.Piece(number, place, math.prod(shape) * size, known, run, put)
+        digest = known if self._compare else ""
+        return direct.Piece(number, place, math.prod(shape) * size, digest, run, put)
 
     def begin(self, units: Sequence[Unit]) -> list[Opening]:
         """Starts to open the array of each unit, once per leaf; None where a key is enough."""
@@ -244,21 +244,21 @@ class Reader:
             if known and arrays.digest(values) != known:
                 raise self._corrupt(leaf, f"box {unit.box} has other bytes than were saved")
 
-    def _is_plain(self, unit: Unit) -> bool:
-        """One whole chunk with a digest, stored as its plain bytes, padding only behind them."""
-        leaf = self._tree.leaves[unit.leaf]
-        return (
-            len(unit.chunks) == 1
-            and self._tree.compression is None
-            and unit.box.shape[1:] == leaf.chunk[1:]
-            and bool(self._digests.get((unit.leaf, unit.chunks[0])))
-        )
+    def _digest_of_plain(self, unit: Unit, leaf: StoredLeaf) -> str | None:
+        """Of one whole chunk that is stored as its plain bytes, padding only behind them."""
+        if (
+            len(unit.chunks) != 1
+            or self._tree.compression is not None
+            or unit.box.shape[1:] != leaf.chunk[1:]
+        ):
+            return None
+        return self._digests.get((unit.leaf, unit.chunks[0])) or None
 
     def _goes_by_key(self, unit: Unit) -> bool:
         """A whole chunk, small, and without padding."""
         leaf = self._tree.leaves[unit.leaf]
         return (
-            self._is_plain(unit)
+            self._digest_of_plain(unit, leaf) is not None
             and unit.box.shape == leaf.chunk
             and unit.box.size * manifest.itemsize(leaf.stored_dtype) <= SMALL_BYTES
         )
@@ -328,7 +328,7 @@ def _target_of(
     if len(unit.targets) != 1:
         return None
     box, target = wanted[unit.targets[0]], into[unit.targets[0]]
-    if target.dtype != np.dtype(leaf.dtype or leaf.stored_dtype):
+    if target.dtype != manifest.dtype_of(leaf.dtype or leaf.stored_dtype):
         return None
     if box == unit.box:
         return target.view(leaf.stored_dtype)

@@ -177,10 +177,11 @@ def _nbytes(goal: Goal, stored: StoredTree) -> int:
 
 
 def _buffers(goal: Goal, leaf: StoredLeaf) -> list[np.ndarray]:
-    dtype = leaf.dtype
+    name = leaf.dtype
     if goal.kind in ("jax", "numpy") and not _is_python_number(leaf):
-        dtype = goal.dtype
-    return [_aligned(box.shape, np.dtype(dtype or leaf.stored_dtype)) for box in _boxes(goal)]
+        name = goal.dtype
+    dtype = manifest.dtype_of(name or leaf.stored_dtype)
+    return [_aligned(box.shape, dtype) for box in _boxes(goal)]
 
 
 def _boxes(goal: Goal) -> tuple[Box, ...]:
@@ -211,8 +212,8 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Fresh memory that the CPU backend can take over without a copy."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    offset = -raw.ctypes.data % _ALIGNMENT
-    return raw[offset : offset + nbytes].view(dtype).reshape(shape)
+    offset = -raw.__array_interface__["data"][0] % _ALIGNMENT
+    return np.ndarray(shape, dtype, raw, offset)
 
 
 def _place(read_in: Sequence[tuple[Goal, list[np.ndarray]]], stored: StoredTree) -> list[Any]:
@@ -251,21 +252,20 @@ def _on_devices(goal: Goal, leaf: StoredLeaf, buffers: Sequence[np.ndarray]) -> 
     """One call for all devices: JAX takes 2 us of a shard so, and 20 for an array on its own."""
     assert goal.wish is not None
     sharding = goal.spread or physical(goal.sharding, leaf)
-    dtype = np.dtype(goal.dtype or leaf.stored_dtype)
     if not buffers:  # all of it lies in other processes
+        dtype = manifest.dtype_of(goal.dtype or leaf.stored_dtype)
         return jax.make_array_from_single_device_arrays(
             leaf.stored_shape, sharding, [], dtype=dtype
         )
-    is_whole = not goal.wish.devices
+    if not goal.wish.devices:  # the index of a shard, as JAX gives it, cuts it out
+        return jax.make_array_from_callback(leaf.stored_shape, sharding, buffers[0].__getitem__)
     by_start = {box.start: buffer for box, buffer in zip(goal.wish.boxes, buffers, strict=True)}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        if is_whole:
-            return buffers[0][index]
         return by_start[tuple(cut.start or 0 for cut in index)]
 
-    return jax.make_array_from_callback(leaf.stored_shape, sharding, part, dtype)
+    return jax.make_array_from_callback(leaf.stored_shape, sharding, part)
 
 
 def _weakly_typed(array: jax.Array, sharding: Any) -> jax.Array:

@@ -287,6 +287,37 @@ def test_what_many_small_reads_bring_is_put_together(tmp_path, monkeypatch):
     assert_all_direct(found)
 
 
+def test_neighbouring_small_chunks_are_read_straight_to_their_places_in_one_call(
+    tmp_path, monkeypatch
+):
+    count = direct.SPAN_PIECES + 100  # more than one call of the system takes
+    tree = {f"w{n:04d}": random((400,), "float32", n) for n in range(count)}
+    path = trees.save(tmp_path, tree)
+    calls = []
+    preadv = os.preadv
+
+    def counted(file, into, offset):
+        calls.append(len(into))
+        return preadv(file, into, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(direct._Files, "_memory", None)  # nothing goes by way of other memory
+    with seen() as found:
+        trees.assert_same_leaves(ckptmgr.restore(path), tree)
+    assert_all_direct(found)
+    assert sum(calls) == count and len(calls) < 20
+
+
+def test_where_a_call_brings_less_than_all_neighbours_each_is_read_alone(tmp_path, monkeypatch):
+    tree = {f"w{n:02d}": random((400,), "float32", n) for n in range(40)}
+    path = trees.save(tmp_path, tree)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda f, to, at: preadv(f, to[: max(1, len(to) // 2)], at))
+    with seen() as found:
+        trees.assert_same_leaves(ckptmgr.restore(path), tree)
+    assert_all_direct(found)
+
+
 # -- what is not read so ----------------------------------------------------------------------
 
 
