@@ -32,8 +32,9 @@ its own memory."""
 HOST_GATHER_BYTES = 2**20
 """The same where they are put together on the host, which costs nothing besides."""
 
-GATHER_FROM = 256
-"""Gathered only where so many single transfers are saved; a few are quick."""
+GATHER_FROM, HOST_GATHER_FROM = 256, 64
+"""Gathered only where a wave saves so many single transfers; a few are quick. Each wave's programs
+are compiled once."""
 
 GATHER_ARRAYS = 250
 """Arrays in one program; its compilation takes as long as all of them."""
@@ -224,7 +225,7 @@ class _Cook:
     def gathers(self, ids: Sequence[tuple[int, int | None]]) -> list[Load]:
         """Loads for the small pieces of a wave, grouped by mesh or device and by width."""
         groups: dict[Any, list[tuple[int, int | None]]] = {}
-        transfers = 0
+        transfers, least = 0, HOST_GATHER_FROM
         for leaf, position in ids:
             source = self.sources[leaf]
             assert isinstance(source, jax.Array)
@@ -234,7 +235,9 @@ class _Cook:
                 place = sharding.mesh
             groups.setdefault((place, source.dtype.itemsize), []).append((leaf, position))
             transfers += len(sharding.device_set)
-        if transfers < GATHER_FROM:
+            if not shardings.is_on_host(source):
+                least = GATHER_FROM
+        if transfers < least:
             return [self.load(*one) for one in ids]
         found = []
         for (_, width), members in groups.items():

@@ -12,6 +12,7 @@ import pytest
 
 import ckptmgr
 from ckptmgr import AuditFailed, Heartbeat, Options, SaveFailed, Snapshot
+from ckptmgr.engine import snapshot as engine_snapshot
 from ckptmgr.engine.snapshot import Stager
 from ckptmgr.events import Clock
 from ckptmgr.testing import TornStager
@@ -106,6 +107,31 @@ def test_small_arrays_are_gathered_into_kept_buffers_wherever_they_lie(tmp_path,
             assert_same_leaves(manager.restore(step=k), tree(k))
     programs = list(stager.programs._compiled.values())
     assert programs and all(program is not None for program in programs)
+
+
+@pytest.mark.parametrize(("leaves", "programs"), [(7, 0), (8, 1)])  # waves alike share one
+def test_the_small_arrays_of_each_wave_are_gathered_from_64_pieces_on(
+    tmp_path, monkeypatch, leaves, programs
+):
+    monkeypatch.setattr(engine_snapshot, "WAVE_BYTES", leaves * 8 * 1024)
+    over_all = jax.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P("x"))
+    stager = Stager(Snapshot())
+
+    def tree(k):
+        return {
+            f"a{i:02d}": jax.device_put(np.arange(2048, dtype="f4") + i + k, over_all)
+            for i in range(3 * leaves)
+        }
+
+    with ckptmgr.CheckpointManager(tmp_path, QUIET, stager=stager) as manager:
+        for k in range(3):
+            manager.save(k, tree(k))
+            manager.wait()
+            stager.programs.wait()
+        for k in range(3):
+            assert_same_leaves(manager.restore(step=k), tree(k))
+    made = list(stager.programs._compiled.values())
+    assert len(made) == programs and None not in made
 
 
 def test_kept_buffers_stay_within_the_bound_on_host_memory(tmp_path):
