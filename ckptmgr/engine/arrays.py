@@ -27,8 +27,9 @@ from ckptmgr.engine.blocks import Block, assemble, values_of
 from ckptmgr.engine.staged import Staged
 from ckptmgr.errors import StoreError
 
-WAVES_COMMITTING = 2
-"""Transactions that are on their way to disk while the next is filled."""
+WAVES_COMMITTING = 1
+"""Transactions that are on their way to disk while the next is filled. One, and atomic, leaves one
+data file; where TensorStore commits two at a time, or values as they come, it leaves up to three."""
 
 LOAN_SECONDS = 1.0
 """How long to wait for a buffer that TensorStore, committed, still refers to."""
@@ -239,7 +240,7 @@ class _Waves:
 
     def write(self, number: int) -> None:
         """Fills the transaction of a wave and begins to commit it."""
-        transaction = ts.Transaction()
+        transaction = ts.Transaction(atomic=True)
         loans = _Loans()
         whole, rest = self._staged.blocks[number]
         try:

@@ -291,7 +291,7 @@ def make(
       whole_bytes: arrays larger than this go shard by shard; None: none do.
     """
     cook = _Cook(mode, plan, sources, places, whole_bytes)
-    # plain chunks by themselves: a transaction that holds both kinds may make two files
+    # small leaves beside each other: a wave with many of them gathers them by few programs
     waves = plans.waves(plan, process, wave_bytes, lambda part: blocks.is_plain(part, plan.tree))
     loads: list[tuple[Load, ...]] = []
     last: dict[int, tuple[int, Load]] = {}

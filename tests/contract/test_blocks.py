@@ -331,3 +331,26 @@ def test_a_tree_that_is_one_small_leaf_is_written_as_arrays_write_it(tmp_path, d
             off = trees.save(tmp_path / f"off{number}", leaf, storage=storage)
         assert_same_keys(keys_of(on), keys_of(off))
         trees.assert_same_leaves(ckptmgr.restore(on), leaf)
+
+
+def test_each_wave_leaves_one_data_file_whatever_it_holds(tmp_path, monkeypatch, mesh42):
+    monkeypatch.setattr(snapshot, "WAVE_BYTES", 2**20)
+    spread = NamedSharding(mesh42, P("data", "model"))
+    tree = {
+        f"w{n:02d}": jax.device_put(np.full((64 << n % 4, 256), n, np.float32), spread)
+        for n in range(40)
+    }
+    waves = []
+    write = arrays._Waves.write
+
+    def counted(self, number):
+        waves.append(number)
+        write(self, number)
+
+    monkeypatch.setattr(arrays._Waves, "write", counted)
+    with ckptmgr.CheckpointManager(tmp_path, Options(heartbeat=None)) as manager:
+        for step in range(6):
+            waves.clear()
+            manager.save(step, tree).result()
+            data = tmp_path / str(step) / "default" / "ocdbt.process_0" / "d"
+            assert len(list(data.iterdir())) == len(waves) > 5
