@@ -162,7 +162,8 @@ class TreeMismatch(CheckpointError, ValueError):
         self.extra = tuple(sorted(extra))
         self.differing = dict(sorted((differing or {}).items()))
         count = len(self.missing) + len(self.extra) + len(self.differing)
-        lines = [f"{where} does not fit the target ({count} of {total} leaves):"]
+        how_many = f"{count} of {total} leaves" if count <= total else f"{count} differences"
+        lines = [f"{where} does not fit the target ({how_many}):"]
         lines += [f"  missing in checkpoint  {leaf}" for leaf in self.missing]
         lines += [
             f"  not in target          {leaf}  (partial=True skips it)" for leaf in self.extra

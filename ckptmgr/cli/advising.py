@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from ckptmgr import Advice, advise
 from ckptmgr.cli import answer
 from ckptmgr.cli.answer import Answer
+from ckptmgr.errors import InvalidOption
 
 
 def add_to(commands: Any) -> None:
@@ -86,8 +88,20 @@ def run(arguments: argparse.Namespace) -> Answer:
     asked.setdefault("accelerators", None)  # so that its absence is told like any other mistake
     if arguments.no_heartbeat:
         asked["heartbeat_every_saves"] = None
-    found = advise(**asked)
+    try:
+        found = advise(**asked)
+    except InvalidOption as exc:
+        raise InvalidOption(_as_flags(str(exc))) from exc
     return Answer(_json(found) if arguments.json else str(found))
+
+
+def _as_flags(text: str) -> str:
+    """A message of the library with its arguments by the names that they have here."""
+    flags = {_NAMES.get(name, name): f"--{name.replace('_', '-')}" for name in _ARGUMENTS}
+    words = "|".join(name for name in flags if "_" in name or name == "params")
+    text = re.sub(rf"\b({words})\b", lambda found: flags[found[1]], text)
+    first, _, rest = text.partition(" ")
+    return f"{flags.get(first, first)} {rest}"
 
 
 def _json(found: Advice) -> str:

@@ -507,14 +507,16 @@ def test_advise_without_heartbeats(call):
     [
         (
             JOB[:2] + JOB[4:],
-            "accelerators must be a whole number from 1 to 1,000,000,000, got None",
+            "--accelerators must be a whole number from 1 to 1,000,000,000, got None",
         ),
-        (JOB[:4], "the time of a save needs write_bytes_per_second, or a measured flush_seconds"),
-        ((*JOB, "--mode", "fast"), "mode must be one of None, 'sync', 'copy_on_write', "),
-        ((*JOB, "--state-bytes", "1e9"), "the size needs one of params, state_bytes and state"),
+        (JOB[:4], "the time of a save needs --write-gbps, or a measured --flush-seconds"),
+        ((*JOB, "--mode", "fast"), "--mode must be one of None, 'sync', 'copy_on_write', "),
+        ((*JOB, "--state-bytes", "1e9"), "the size needs one of --params, --state-bytes and state"),
     ],
 )
-def test_advise_refuses_with_one_sentence(call, arguments, message):
+def test_advise_refuses_with_one_sentence_that_names_arguments_as_they_are_here(
+    call, arguments, message
+):
     status, out, err = call("advise", *arguments)
     assert (status, out) == (2, "")
     assert err.startswith(f"ckptmgr: {message}")

@@ -80,6 +80,11 @@ def test_a_tree_mismatch_lists_every_leaf():
     assert list(error.differing) == ["w"]
 
 
+def test_a_tree_mismatch_of_items_counts_no_more_leaves_than_there_are():
+    error = TreeMismatch("step 3", 1, ["item data", "item state"], ["item default"])
+    assert str(error).startswith("step 3 does not fit the target (3 differences):")
+
+
 def test_the_other_messages_name_step_leaf_and_path():
     lost = SnapshotLost("params.w", 4)
     assert str(lost).startswith("step 4: leaf 'params.w' was donated or deleted")
