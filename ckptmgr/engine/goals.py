@@ -317,7 +317,10 @@ def family(dtype: str) -> str:
         (jnp.floating, "float"),
         (jnp.complexfloating, "complex"),
     )
-    found = np.dtype(dtype)
+    try:
+        found = np.dtype(dtype)
+    except TypeError:  # a name that numpy gives and does not take: "str96", "void32"
+        return "other"
     return next((name for kind, name in kinds if jnp.issubdtype(found, kind)), "other")
 
 

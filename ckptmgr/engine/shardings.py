@@ -121,6 +121,8 @@ class Wish:
 @functools.lru_cache(maxsize=4096)
 def wish(sharding: jax.sharding.Sharding, shape: Shape) -> Wish:
     """Raises ValueError where the sharding cannot hold an array of `shape`."""
+    if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
+        raise ValueError(f"{sharding.spec} has more dimensions than shape {shape}")
     sharding.shard_shape(shape)
     numbers: dict[Box, int] = {}
     devices = []

@@ -232,6 +232,21 @@ def make_state(mesh):
     return train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
 
 
+def test_a_sharding_option_of_more_dimensions_than_a_leaf_is_refused_by_name(tmp_path, mesh8):
+    trees.save(tmp_path, {"a": jnp.ones(8), "s": jnp.float32(1)})
+    options = ckptmgr.Options(restore=ckptmgr.Restore(sharding=NamedSharding(mesh8, P("x"))))
+    found = mismatch(tmp_path, {"a": shape(8), "s": shape()}, options=options)
+    assert set(found.differing) == {"s"} and "more dimensions" in found.differing["s"]
+
+
+@pytest.mark.parametrize("dtype", ["U3", [("x", "f4")], "M8[s]"])
+def test_a_dtype_that_arrays_on_devices_never_have_is_refused_by_name(tmp_path, dtype):
+    path = trees.save(tmp_path, {"a": jnp.arange(8.0)})
+    for cast in (False, True):
+        with pytest.raises(ckptmgr.TreeMismatch, match="dtype: stored float32"):
+            ckptmgr.restore(path, {"a": np.zeros(8, dtype)}, cast=cast)
+
+
 def test_a_restore_into_live_state_causes_no_compilation(tmp_path, mesh42):
     @jax.jit
     def update(state, scale, weak):
