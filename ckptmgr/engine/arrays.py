@@ -6,7 +6,6 @@ error, never zeros.
 
 from __future__ import annotations
 
-import collections
 import functools
 import threading
 import weakref
@@ -26,10 +25,6 @@ from ckptmgr.engine import leafdigest
 from ckptmgr.engine.blocks import Block, assemble, values_of
 from ckptmgr.engine.staged import Staged
 from ckptmgr.errors import StoreError
-
-WAVES_COMMITTING = 1
-"""Transactions that are on their way to disk while the next is filled. One, and atomic, leaves one
-data file; where TensorStore commits two at a time, or values as they come, it leaves up to three."""
 
 LOAN_SECONDS = 1.0
 """How long to wait for a buffer that TensorStore, committed, still refers to."""
@@ -209,20 +204,23 @@ def write(
             waves.wait_for(number)
             waves.write(number)
         on_host()
-        while waves.committing:
-            waves.settle()
+        waves.settle()
         return digests.all()
     finally:
         waves.end()
 
 
 class _Waves:
-    """The waves of one database, on their way to disk in order."""
+    """The waves of one database, to disk in order: one is filled while the last is committed.
+
+    A wave is an atomic transaction, committed alone, and leaves one data file. Where TensorStore
+    commits two at a time, or values as they come, it leaves up to three.
+    """
 
     def __init__(
         self, staged: Staged, path: str, digests: _Digests, after_wave: Callable[[], object]
     ) -> None:
-        self.committing: collections.deque[_Committing] = collections.deque()
+        self._committing: _Committing | None = None
         self._staged = staged
         self._tree = staged.plan.tree
         self._kvstore = database(path)
@@ -233,10 +231,9 @@ class _Waves:
     def wait_for(self, number: int) -> None:
         """Waits until the copies of a wave are ordered."""
         while not self._staged.is_ready(number):
-            if self.committing:  # its memory may be what the copies wait for
-                self.settle()
-            else:
+            if self._committing is None:
                 self._staged.wait(number)
+            self.settle()  # its memory may be what the copies wait for
 
     def write(self, number: int) -> None:
         """Fills the transaction of a wave and begins to commit it."""
@@ -249,26 +246,27 @@ class _Waves:
             self._fill(transaction, rest, loans)
             if not rest:
                 self._staged.copied(number)
-            if len(self.committing) >= WAVES_COMMITTING:
-                self.settle()
+            self.settle()
         except BaseException:
             transaction.abort()
             raise
-        future = transaction.commit_async()
-        self.committing.append(_Committing(number, future, loans))
+        self._committing = _Committing(number, transaction.commit_async(), loans)
 
     def settle(self) -> None:
-        """Waits until the oldest wave is committed, and frees its memory."""
-        wave = self.committing.popleft()
+        """Waits until the wave under way, if there is one, is committed, and frees its memory."""
+        if self._committing is None:
+            return
+        wave = self._committing
         wave.future.result()
+        self._committing = None
         self._after_wave()
         wave.loans.wait()
         self._staged.free(wave.number)
 
     def end(self) -> None:
         """Of a save that failed: nobody may write when its directory is removed."""
-        for left in self.committing:
-            left.future.exception()
+        if self._committing is not None:
+            self._committing.future.exception()
 
     def _fill(self, transaction: ts.Transaction, wave: Wave, loans: _Loans) -> None:
         opening: list[Any] = []
