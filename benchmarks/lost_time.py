@@ -39,7 +39,7 @@ import report
 from command import name_of, progress
 from measure import Clock, settle
 from report import Check, Target
-from systems import MODES_AND_ORBAX, by_mode, each_open
+from systems import MODES_AND_PEERS, by_mode, each_open
 from training import Baseline, Training, Window, save_and_step
 from workloads import Workload, catalogue
 
@@ -53,6 +53,7 @@ SETTINGS = (
 WARM_UPS = 3  # buffers are made in the first saves, programs for them compiled beside them
 JUDGED = ("copy_on_write",)  # the default mode: the targets against Orbax are for it
 MODES = ("copy_on_write", "double_buffer")  # which the checks are for
+PEERS = ("orbax", "bare")  # what the others are compared with
 LOST = Target("lost", "orbax", 0.7, goal=0.4)
 TARGETS = {
     "dense": (LOST, Target("in_save", "orbax", 0.3)),
@@ -99,14 +100,14 @@ def main() -> int:
         [catalogue(args.smoke)[name] for name in args.workloads],
         lambda workload, records: show(workload, args, records),
         copies=(KEEP + 2) * len(args.systems) + 1,
-        modules=[MODES_AND_ORBAX[name_of(label)].needs for label in args.systems],
+        modules=[MODES_AND_PEERS[name_of(label)].needs for label in args.systems],
         settings={name: getattr(args, name) for name in SETTINGS},
     )
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    command.add_arguments(parser, WORKLOADS, MODES_AND_ORBAX)
+    command.add_arguments(parser, WORKLOADS, MODES_AND_PEERS)
     add = parser.add_argument
     add("--cases", type=command.choice_of(CASES), default=list(CASES), help="default: all")
     add("--reps", type=int, help=f"after {WARM_UPS} warm-ups. default: 5, smoke: 1")
@@ -264,9 +265,14 @@ def show(workload: Workload, args: argparse.Namespace, records: dict[str, list[d
             continue
         labels = systems_in(case, args.systems)
         print(f"\n{title}\n\n{report.table(labels, records[case], rows)}")
-        others = [label for label in labels if label != "orbax"]
-        if others and "orbax" in labels:
-            pairs = [(label, "orbax") for label in others]
+        pairs = [
+            (label, against)
+            for against in PEERS
+            if against in labels
+            for label in labels
+            if label != against and (against == "orbax" or name_of(label) in MODES)
+        ]
+        if pairs:
             ratios = report.compare(records[case], pairs, measures, targets, JUDGED)
             print(f"\n{report.ratio_table(ratios, rows)}")
             found[case] = ratios

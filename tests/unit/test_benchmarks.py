@@ -29,13 +29,16 @@ def test_lost_time(tmp_path):
         "of all cores meanwhile",
         "arrays donated to the first step",
     ]
-    full(one, [*MODES, "orbax"], *parts)
+    peers = ["orbax", "bare"]
+    full(one, [*MODES, *peers], *parts)
     asynchronous = ["copy_on_write", "double_buffer"]
-    full(behind, [*asynchronous, "orbax"], *parts, "calls that found the save before in flight")
-    assert behind_ratios[""][::2] == [f"{mode} / orbax" for mode in asynchronous]
+    full(behind, [*asynchronous, *peers], *parts, "calls that found the save before in flight")
+    to_bare = [f"{mode} / bare" for mode in asynchronous]
+    to_orbax = [f"{one} / orbax" for one in (*asynchronous, "bare")]
+    assert behind_ratios[""][::2] == [*to_orbax, *to_bare]
     full(
         always,
-        [*MODES, "orbax"],
+        [*MODES, *peers],
         "step without saving",
         "rate of steps, of that without saving",
         "the same, CPU-adjusted",
@@ -44,12 +47,13 @@ def test_lost_time(tmp_path):
         "CPU of the writer, per save",
         "of all cores",
     )
-    pairs = [cell for mode in MODES for cell in (f"{mode} / orbax", "target")]
-    assert one_ratios[""] == always_ratios[""] == pairs
+    pairs = [*(f"{one} / orbax" for one in (*MODES, "bare")), *to_bare]
+    assert one_ratios[""][::2] == always_ratios[""][::2] == pairs
     assert "<= 0.40 / 0.70" in one_ratios["lost per save"][1]
     assert "<= 0.30" in one_ratios["in save()"][1]
     assert one_ratios["lost per save"][3] == ""  # only the default mode is judged against Orbax
-    assert one["arrays donated to the first step"][:3] == ["100.0 %"] * 3
+    donated = one["arrays donated to the first step"]
+    assert donated == [*["100.0 %"] * 3, "0.0 %", "100.0 %"]
     assert set(checks) == {"", "copy_on_write", "double_buffer"}
     (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
     assert {case: len(records) > 0 for case, records in result["records"].items()} == {
@@ -126,11 +130,12 @@ def test_run(tmp_path):
 
 
 def test_run_restores_on_another_mesh(tmp_path):
-    args = ["--workloads", "reshard_1", "--systems", "ckptmgr", "--no-memory"]
+    args = ["--workloads", "reshard_1", "--systems", "ckptmgr,bare", "--no-memory"]
     text = run("run.py", *args, "--directory", tmp_path)
     assert "76 leaves on 4 x 2 devices, restored on 1 device" in text
-    times, _ = tables(text)
-    assert times["restore"][0]
+    times, *_ = tables(text)
+    assert times[""] == ["ckptmgr", "bare"]
+    assert all(times["to durable"]) and all(times["restore"])
 
 
 @pytest.mark.parametrize(("name", "module"), [("dcp", "torch"), ("safetensors", "safetensors")])
