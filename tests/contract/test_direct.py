@@ -8,7 +8,6 @@ import os
 import pathlib
 import re
 import shutil
-import tarfile
 import threading
 
 import jax
@@ -22,10 +21,9 @@ import ckptmgr
 from ckptmgr import Integrity, Options, Restore, Storage
 from ckptmgr.core.ocdbt import Place
 from ckptmgr.engine import arrays, direct, reader
-from tests.support import run_python, trees
+from tests.support import goldens, run_python, trees
 
 FIND = direct.find_places
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 PLAIN_DTYPES = (
     ["bool", "int2", "int4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"]
     + ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
@@ -356,9 +354,7 @@ def test_a_tree_of_keys_that_is_no_plain_leaf_node_is_left_to_tensorstore(
 
 @pytest.mark.parametrize("version", ["0.4.8", "0.5.16", "0.6.4", "0.11.13", "0.12.8"])
 def test_what_orbax_wrote_is_read_by_tensorstore_with_the_same_values(tmp_path, version):
-    with tarfile.open(GOLDEN / f"orbax-{version}.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    root = tmp_path / f"orbax-{version}"
+    root = goldens.unpack(f"orbax-{version}", tmp_path)
     read = 0
     items = sorted({path.parent for path in root.rglob("*") if path.name == "_METADATA"})
     for number, item in enumerate(items):

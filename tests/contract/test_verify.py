@@ -3,7 +3,6 @@
 import json
 import pathlib
 import shutil
-import tarfile
 import threading
 
 import jax
@@ -14,9 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ckptmgr
 from ckptmgr.core import layout, manifest
-from tests.support import run_python
-
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+from tests.support import goldens, run_python
 
 
 class Iterator:
@@ -656,17 +653,16 @@ NO_DIGESTS = "not verified: written by Orbax, which records no digests"
 
 
 @pytest.fixture(scope="module")
-def goldens(tmp_path_factory):
-    root = tmp_path_factory.mktemp("goldens")
-    for archive in GOLDEN.glob("*.tar.gz"):
-        with tarfile.open(archive) as opened:
-            opened.extractall(root, filter="data")
+def golden(tmp_path_factory):
+    root = tmp_path_factory.mktemp("golden")
+    for name in goldens.NAMES:
+        goldens.unpack(name, root)
     return root
 
 
-def test_no_directory_that_orbax_finished_is_called_damaged(goldens):
+def test_no_directory_that_orbax_finished_is_called_damaged(golden):
     count = 0
-    for version in sorted(goldens.iterdir()):
+    for version in sorted(golden.iterdir()):
         for path in sorted(version.rglob("*")):
             if (
                 not path.is_dir()
@@ -685,8 +681,8 @@ def test_no_directory_that_orbax_finished_is_called_damaged(goldens):
     assert count > 150
 
 
-def test_an_array_of_orbax_that_cannot_be_read_is_named_and_others_are_read(goldens, tmp_path):
-    source = goldens / "orbax-0.12.8" / "pytree_zarr_noocdbt"
+def test_an_array_of_orbax_that_cannot_be_read_is_named_and_others_are_read(golden, tmp_path):
+    source = golden / "orbax-0.12.8" / "pytree_zarr_noocdbt"
     item = pathlib.Path(shutil.copytree(source, tmp_path / "item"))
     whole = ckptmgr.verify(item)
     assert whole.good and whole.nbytes > 0
@@ -699,8 +695,8 @@ def test_an_array_of_orbax_that_cannot_be_read_is_named_and_others_are_read(gold
     assert 0 < found.nbytes < whole.nbytes
 
 
-def test_every_item_of_orbax_that_is_damaged_is_named(goldens, tmp_path):
-    source = goldens / "orbax-0.12.8" / "manager_legacy_dict"
+def test_every_item_of_orbax_that_is_damaged_is_named(golden, tmp_path):
+    source = golden / "orbax-0.12.8" / "manager_legacy_dict"
     run = pathlib.Path(shutil.copytree(source, tmp_path / "run"))
     with open_run(run) as manager:
         assert manager.verify(3) == ()

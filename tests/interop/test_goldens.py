@@ -6,9 +6,7 @@
 import functools
 import json
 import os
-import pathlib
 import re
-import tarfile
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +17,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ckptmgr
-from tests.support import trees
+from tests.support import goldens, trees
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 VERSIONS = ["0.4.8", "0.5.16", "0.6.4", "0.11.13", "0.12.8"]
 KEYSTR = re.compile(r"\['(.*?)'\]|\[(\d+)\]|\.(\w+)")
 
@@ -31,13 +28,7 @@ def golden(tmp_path_factory):
     """Gives the unpacked directory of one archive."""
     root = tmp_path_factory.mktemp("golden")
 
-    @functools.cache
-    def unpack(name):
-        with tarfile.open(GOLDEN / f"orbax-{name}.tar.gz") as archive:
-            archive.extractall(root, filter="data")
-        return root / f"orbax-{name}"
-
-    return unpack
+    return functools.cache(lambda name: goldens.unpack(f"orbax-{name}", root))
 
 
 def as_step(tmp_path, directory, step=0, item="default"):

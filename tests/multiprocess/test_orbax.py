@@ -1,7 +1,5 @@
 """Stock Orbax reads what several of our processes wrote, and several read what it wrote."""
 
-import pathlib
-import tarfile
 import warnings
 
 import jax
@@ -14,11 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from ckptmgr import Coordination, Options, Storage
 from tests.multiprocess import test_saving
-from tests.support import trees
+from tests.support import goldens, trees
 
 pytestmark = pytest.mark.timeout(150)
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 VERSIONS = ["0.6.4-2proc", "0.12.8-2proc"]
 DEADLINE = 30.0
 STORAGE = {
@@ -155,8 +152,7 @@ def golden(tmp_path_factory):
     """Where the archives are unpacked."""
     root = tmp_path_factory.mktemp("golden")
     for version in VERSIONS:
-        with tarfile.open(GOLDEN / f"orbax-{version}.tar.gz") as archive:
-            archive.extractall(root, filter="data")
+        goldens.unpack(f"orbax-{version}", root)
     return root
 
 
