@@ -26,9 +26,13 @@ CHILD = "--child"
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, workloads: Collection[str], systems: Collection[str]
+    parser: argparse.ArgumentParser,
+    workloads: Collection[str],
+    systems: Collection[str],
+    usual: Collection[str] = (),
 ) -> None:
-    """The arguments that every command has."""
+    """The arguments that every command has; without `--systems` the `usual` take part, or all."""
+    usual = usual or systems
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one repetition: for CI")
     parser.add_argument(
         "--workloads",
@@ -39,8 +43,8 @@ def add_arguments(
     parser.add_argument(
         "--systems",
         type=choice_of(systems),
-        default=list(systems),
-        help=f"naming one twice shows the noise. default: {','.join(systems)}",
+        default=list(usual),
+        help=f"of {','.join(systems)}; one named twice shows the noise. default: {','.join(usual)}",
     )
     add_output_arguments(parser)
 

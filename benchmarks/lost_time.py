@@ -39,7 +39,7 @@ import report
 from command import name_of, progress
 from measure import Clock, settle
 from report import Check, Target
-from systems import MODES_AND_PEERS, by_mode, each_open
+from systems import MODES_AND_ORBAX, MODES_AND_PEERS, by_mode, each_open
 from training import Baseline, Training, Window, save_and_step
 from workloads import Workload, catalogue
 
@@ -107,7 +107,7 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    command.add_arguments(parser, WORKLOADS, MODES_AND_PEERS)
+    command.add_arguments(parser, WORKLOADS, MODES_AND_PEERS, MODES_AND_ORBAX)
     add = parser.add_argument
     add("--cases", type=command.choice_of(CASES), default=list(CASES), help="default: all")
     add("--reps", type=int, help=f"after {WARM_UPS} warm-ups. default: 5, smoke: 1")

@@ -45,11 +45,12 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    command.add_arguments(parser, catalogue(smoke=False), SYSTEMS)
+    usual = [name for name, system in SYSTEMS.items() if system.usual]
+    command.add_arguments(parser, catalogue(smoke=False), SYSTEMS, usual)
     installed = [
         name
-        for name, system in SYSTEMS.items()
-        if not system.optional or command.installed(system.needs)
+        for name in usual
+        if not SYSTEMS[name].optional or command.installed(SYSTEMS[name].needs)
     ]
     parser.set_defaults(systems=installed, installed=installed)
     command.add_reps(parser, 5, "one warm-up")
@@ -75,7 +76,9 @@ def parse_args() -> argparse.Namespace:
 
 def left_out(args: argparse.Namespace) -> list[str]:
     """Systems that would take part if they were installed; none where some were named."""
-    missing = [name for name in SYSTEMS if name not in args.installed]
+    missing = [
+        name for name, system in SYSTEMS.items() if system.usual and name not in args.installed
+    ]
     return missing if args.systems == args.installed else []
 
 

@@ -10,15 +10,17 @@ The libraries are imported when a system is built, so the parent process imports
 import contextlib
 import os
 import pickle
+import queue
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from command import name_of
+from files import read_into, write_whole
 from workloads import Workload
 
 
@@ -27,6 +29,7 @@ class System:
 
     needs = "numpy"  # the module that must be installed
     optional = False  # whether it is left out, in one line, where that is missing
+    usual = True  # whether it takes part without being named
 
     @classmethod
     def takes(cls, workload: Workload) -> bool:
@@ -175,7 +178,7 @@ class Raw(System):
         )
 
     def save(self, step: int, state: np.ndarray) -> None:
-        _write(self._file(step), [state])
+        write_whole(self._file(step), [state])
 
     def wait(self) -> None:
         pass
@@ -197,7 +200,7 @@ class Raw(System):
 
     def _read(self, step: int, buffer: np.ndarray) -> None:
         with open(self._file(step), "rb", buffering=0) as file:
-            _read_into(file, buffer)
+            read_into(file, buffer)
 
     def delete(self, step: int) -> None:
         self._file(step).unlink()
@@ -207,70 +210,90 @@ class Raw(System):
 
 
 class Bare(System):
-    """The least that an asynchronous save of donated jax arrays takes, by jax alone.
+    """A plain asynchronous save of donated jax arrays, for comparison.
 
-    One `device_put` orders all copies; a thread writes their shards to one file, and where each is
-    to another. No format, no digests, no second process.
+    One `device_put` orders the copies, of every replica; a thread writes one replica of each shard
+    to a file, and where each is to another. No format, no digests, one process.
     """
 
     needs = "jax"
+    usual = False
 
     def __init__(self, root: Path, keep: int | None = None):
         super().__init__(root)
         self._keep = keep
         self._thread: threading.Thread | None = None
-        self._problem: Exception | None = None
+        self._settled = threading.Event()
+        self._problem: BaseException | None = None
 
     def save(self, step: int, state: dict) -> None:
         import jax
 
         self.wait()
-        hosts = {
-            name: leaf.sharding.with_memory_kind("pinned_host") for name, leaf in state.items()
-        }
-        copies = jax.device_put(state, hosts)
-        self._thread = threading.Thread(target=self._finish, args=(step, copies), name="bare")
+        self._settled = threading.Event()
+        ordered: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
+        # started while the cores are idle; later it would have to wait for the copies
+        self._thread = threading.Thread(target=self._finish, args=(step, ordered), name="bare")
         self._thread.start()
-
-    def _finish(self, step: int, copies: dict) -> None:
+        copies = None
         try:
-            shards = [
-                (name, shard)
-                for name, copy in copies.items()
-                for shard in copy.addressable_shards
-                if shard.replica_id == 0
-            ]
-            pieces = [(name, shard.index, shard.data.shape) for name, shard in shards]
-            self._file(step, ".pieces").write_bytes(pickle.dumps(pieces))
-            _write(self._file(step), (np.asarray(shard.data) for _, shard in shards))
-            if self._keep:
+            hosts = {
+                name: leaf.sharding.with_memory_kind("pinned_host") for name, leaf in state.items()
+            }
+            copies = jax.device_put(state, hosts)
+        finally:
+            ordered.put(copies)
+
+    def _finish(self, step: int, ordered: "queue.SimpleQueue[dict | None]") -> None:
+        try:
+            copies = ordered.get()
+            if copies is not None:
+                self._write(step, copies)
+                self._settled.set()
                 steps = sorted(int(path.stem) for path in self.root.glob("*.bare"))
-                for old in steps[: -self._keep]:
+                for old in steps[: -self._keep] if self._keep else ():
                     self.delete(old)
-        except Exception as error:
+        except BaseException as error:
             self._problem = error
+
+    def _write(self, step: int, copies: dict) -> None:
+        shards = [
+            (name, shard)
+            for name, copy in copies.items()
+            for shard in copy.addressable_shards
+            if shard.replica_id == 0
+        ]
+        copies.clear()
+        pieces = pickle.dumps([(name, shard.index) for name, shard in shards])
+        write_whole(self._file(step, ".pieces"), [np.frombuffer(pieces, np.uint8)])
+        shards.reverse()
+        write_whole(
+            self._file(step), (np.asarray(shards.pop()[1].data) for _ in range(len(shards)))
+        )
 
     def wait(self) -> None:
         if self._thread is not None:
             self._thread.join()
-        if self._problem is not None:
-            raise self._problem
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
 
     def durable(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
+        return self._settled.is_set()
 
-    idle = durable
+    def idle(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
 
     def restore(self, step: int, like: dict) -> dict:
         import jax
 
         arrays = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in like.items()}
         with open(self._file(step), "rb", buffering=0) as file:
-            for name, index, shape in pickle.loads(self._file(step, ".pieces").read_bytes()):
-                there = arrays[name][index]
+            for name, index in pickle.loads(self._file(step, ".pieces").read_bytes()):
+                there = arrays[name][(*index, ...)]  # a view, of a scalar too
                 whole = there.flags.c_contiguous
-                piece = there if whole else np.empty(shape, there.dtype)
-                _read_into(file, piece)
+                piece = there if whole else np.empty(there.shape, there.dtype)
+                read_into(file, piece)
                 if not whole:
                     there[...] = piece
         return jax.device_put(arrays, {name: leaf.sharding for name, leaf in like.items()})
@@ -284,31 +307,6 @@ class Bare(System):
 
     def _file(self, step: int, suffix: str = ".bare") -> Path:
         return self.root / f"{step}{suffix}"
-
-
-def _write(path: Path, arrays: Iterable[np.ndarray]) -> None:
-    """Their bytes to one file that is whole or absent, durable on return."""
-    unfinished = path.with_suffix(".tmp")
-    with open(unfinished, "wb", buffering=0) as file:
-        for array in arrays:
-            rest = _bytes_of(array)
-            while rest:
-                rest = rest[file.write(rest) :]
-        os.fsync(file.fileno())
-    unfinished.rename(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    os.fsync(directory)
-    os.close(directory)
-
-
-def _read_into(file: Any, array: np.ndarray) -> None:
-    rest = _bytes_of(array)
-    while rest:
-        rest = rest[file.readinto(rest) :]
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
 
 
 class Dcp(System):

@@ -10,8 +10,11 @@ import threading
 import time
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ckptmgr.core.boxes import from_index
 from ckptmgr.core.manifest import StoredLeaf
@@ -178,6 +181,45 @@ def test_a_step_of_training_changes_every_value_and_can_be_verified(monkeypatch)
     job.verify(job.state, job.moved)
     with pytest.raises(AssertionError, match="leaves came back with other values"):
         job.verify(job.state, job.moved + 1)
+
+
+def test_a_bare_save_gives_back_the_values_of_what_was_donated(monkeypatch, tmp_path, mesh42):
+    bare = module(monkeypatch, "systems").Bare(tmp_path)
+    values = {
+        "scalar": (np.float32(3.5), ()),
+        "everywhere": (np.arange(12, dtype=np.int8).reshape(3, 4), ()),
+        "split": (np.arange(64, dtype=ml_dtypes.bfloat16).reshape(8, 8), ("data", "model")),
+        "columns": (np.arange(64, dtype=np.float32).reshape(8, 8), (None, "data")),
+        "empty": (np.zeros((0, 4), np.float32), ()),
+    }
+    state = {
+        name: jax.device_put(value, NamedSharding(mesh42, P(*spec)))
+        for name, (value, spec) in values.items()
+    }
+    everywhere = NamedSharding(mesh42, P())
+    like = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=everywhere)
+        for name, array in state.items()
+    }
+    bare.save(1, state)
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + x, tree), donate_argnums=0)(state)
+    bare.wait()
+    assert bare.durable() and bare.idle()
+    for name, array in bare.restore(1, like).items():
+        np.testing.assert_array_equal(np.asarray(array), values[name][0])
+    with open(tmp_path / "1.bare", "r+b") as file:
+        file.truncate(9)
+    with pytest.raises(EOFError, match="bytes are missing"):
+        bare.restore(1, like)
+
+
+def test_a_bare_save_that_fails_says_so_once(monkeypatch, tmp_path):
+    bare = module(monkeypatch, "systems").Bare(tmp_path / "nowhere")
+    bare.save(1, {"x": jax.numpy.ones(4)})
+    with pytest.raises(FileNotFoundError):
+        bare.wait()
+    assert bare.idle() and not bare.durable()
+    bare.close()
 
 
 def test_resharding(tmp_path):
