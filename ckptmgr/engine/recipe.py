@@ -36,6 +36,10 @@ GATHER_FROM, HOST_GATHER_FROM = 256, 64
 """Gathered only where a wave saves so many single transfers; a few are quick. Each wave's programs
 are compiled once."""
 
+HOST_GATHER_MEAN = 256 * 2**10
+"""On the host only pieces of at most this size on average: a few large ones are as quick one by one,
+and put together they leave the C library with twice the freed memory."""
+
 GATHER_ARRAYS = 250
 """Arrays in one program; its compilation takes as long as all of them."""
 
@@ -225,19 +229,21 @@ class _Cook:
     def gathers(self, ids: Sequence[tuple[int, int | None]]) -> list[Load]:
         """Loads for the small pieces of a wave, grouped by mesh or device and by width."""
         groups: dict[Any, list[tuple[int, int | None]]] = {}
-        transfers, least = 0, HOST_GATHER_FROM
+        transfers, nbytes, least = 0, 0, HOST_GATHER_FROM
         for leaf, position in ids:
             source = self.sources[leaf]
             assert isinstance(source, jax.Array)
-            _, sharding = _piece(source, position)
+            shape, sharding = _piece(source, position)
             place: Any = next(iter(sharding.device_set))
             if isinstance(sharding, NamedSharding):
                 place = sharding.mesh
             groups.setdefault((place, source.dtype.itemsize), []).append((leaf, position))
-            transfers += len(sharding.device_set)
+            devices = len(sharding.device_set)
+            transfers += devices
+            nbytes += devices * math.prod(sharding.shard_shape(shape)) * source.dtype.itemsize
             if not shardings.is_on_host(source):
                 least = GATHER_FROM
-        if transfers < least:
+        if transfers < least or nbytes > transfers * HOST_GATHER_MEAN:
             return [self.load(*one) for one in ids]
         found = []
         for (_, width), members in groups.items():
