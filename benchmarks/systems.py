@@ -419,7 +419,7 @@ def by_mode(
 ) -> System:
     """ckptmgr in one of its modes, without heartbeats, or a peer; keeping the last `keep` steps."""
     if name not in MODES:
-        return {"orbax": Orbax, "bare": Bare}[name](root, keep)
+        return MODES_AND_PEERS[name](root, keep)
     import ckptmgr
 
     options = ckptmgr.Options(

@@ -214,9 +214,8 @@ class _Cook:
         source = self.sources[leaf]
         if not isinstance(source, jax.Array) or is_viewed(self.mode, source):
             return False
-        shape, sharding = _piece(source, position)
-        local: Shape = sharding.shard_shape(shape)
-        nbytes = math.prod(local) * source.dtype.itemsize
+        _, sharding = _piece(source, position)
+        nbytes = _bytes_on_each(source, position)
         return (
             0 < nbytes <= (HOST_GATHER_BYTES if shardings.is_on_host(source) else GATHER_BYTES)
             and _is_plain(source.dtype)
@@ -233,14 +232,14 @@ class _Cook:
         for leaf, position in ids:
             source = self.sources[leaf]
             assert isinstance(source, jax.Array)
-            shape, sharding = _piece(source, position)
+            _, sharding = _piece(source, position)
             place: Any = next(iter(sharding.device_set))
             if isinstance(sharding, NamedSharding):
                 place = sharding.mesh
             groups.setdefault((place, source.dtype.itemsize), []).append((leaf, position))
             devices = len(sharding.device_set)
             transfers += devices
-            nbytes += devices * math.prod(sharding.shard_shape(shape)) * source.dtype.itemsize
+            nbytes += devices * _bytes_on_each(source, position)
             if not shardings.is_on_host(source):
                 least = GATHER_FROM
         if transfers < least or nbytes > transfers * HOST_GATHER_MEAN:
@@ -341,6 +340,12 @@ def _piece(array: jax.Array, position: int | None) -> tuple[Shape, Sharding]:
     device = list(array.sharding.addressable_devices_indices_map(array.shape))[position]
     kind = array.sharding.memory_kind
     return array.sharding.shard_shape(array.shape), shardings.single(device, kind)
+
+
+def _bytes_on_each(array: jax.Array, position: int | None) -> int:
+    """What each device holds of an array, or of one of its local shards."""
+    shape, sharding = _piece(array, position)
+    return math.prod(sharding.shard_shape(shape)) * array.dtype.itemsize
 
 
 def _flat(sharding: Sharding) -> Sharding:

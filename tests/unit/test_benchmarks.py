@@ -34,7 +34,7 @@ def test_lost_time(tmp_path):
     asynchronous = ["copy_on_write", "double_buffer"]
     full(behind, [*asynchronous, *peers], *parts, "calls that found the save before in flight")
     to_bare = [f"{mode} / bare" for mode in asynchronous]
-    to_orbax = [f"{one} / orbax" for one in (*asynchronous, "bare")]
+    to_orbax = [f"{name} / orbax" for name in (*asynchronous, "bare")]
     assert behind_ratios[""][::2] == [*to_orbax, *to_bare]
     full(
         always,
@@ -47,7 +47,7 @@ def test_lost_time(tmp_path):
         "CPU of the writer, per save",
         "of all cores",
     )
-    pairs = [*(f"{one} / orbax" for one in (*MODES, "bare")), *to_bare]
+    pairs = [*(f"{name} / orbax" for name in (*MODES, "bare")), *to_bare]
     assert one_ratios[""][::2] == always_ratios[""][::2] == pairs
     assert "<= 0.40 / 0.70" in one_ratios["lost per save"][1]
     assert "<= 0.30" in one_ratios["in save()"][1]
