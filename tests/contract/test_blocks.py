@@ -202,6 +202,7 @@ def test_with_rules_blocks_write_what_arrays_write(tmp_path, mesh8, mode, baseli
     rules = (
         LeafRule("*3", cast="bfloat16"),
         LeafRule("*4", exclude=True),
+        LeafRule("sharded0float320z", cast="float16", chunk_bytes=2**14),  # the rest is small
         LeafRule("sharded*", cast="float16", chunk_bytes=64),
         LeafRule("columns*float32*", cast="float64"),
         LeafRule("host.*", cast="float8_e4m3fn"),

@@ -31,7 +31,7 @@ from tests.support import run_python
 ATTEMPT = "0123456789abcdef"
 
 KILL_AT_RANDOM = """
-    import os, random, signal, sys, time, traceback
+    import gc, os, random, signal, sys, time, traceback
     import jax, jax.numpy, numpy, ckptmgr  # imported once; every fork starts with them
     from tests.fault import common
 
@@ -60,6 +60,7 @@ KILL_AT_RANDOM = """
             if number % 3 == 0:
                 found.save(number, common.state(number), overwrite=True)
 
+    gc.freeze()  # a collection in a fork would copy every page: 0.1 s each
     for round in range(rounds):
         ours, theirs = os.pipe()
         pid = os.fork()

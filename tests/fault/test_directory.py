@@ -25,7 +25,7 @@ from tests.fault.common import (
 from tests.support import run_python
 
 TWO_WRITERS = """
-    import os, sys
+    import gc, os, sys
     import jax, jax.numpy, numpy, ckptmgr
     from tests.fault import common
 
@@ -47,6 +47,7 @@ TWO_WRITERS = """
             said = "exists" if isinstance(cause, ckptmgr.StepExists) else repr(exc)
         os.write(out, f"{number} {said}\\n".encode())
 
+    gc.freeze()  # a collection in a fork would copy every page: 0.1 s each
     for round in range(rounds):
         root = os.path.join(base, str(round))
         (r0, w0), (r1, w1), (r2, w2) = os.pipe(), os.pipe(), os.pipe()

@@ -110,7 +110,7 @@ def test_whatever_change_goes_wrong_nothing_else_is_lost_and_the_next_save_works
 
 
 KILL = """
-    import os, sys, pathlib, shutil, signal
+    import gc, os, sys, pathlib, shutil, signal
     import jax, jax.numpy, numpy, ckptmgr  # imported once; every fork starts with them
     from ckptmgr.testing import Fault
     from tests.fault import common
@@ -120,6 +120,8 @@ KILL = """
     base, name, effect = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     scenario = SCENARIOS[name]
     template = base / "template"
+
+    gc.freeze()  # a collection in a fork would copy every page: 0.1 s each
 
     def forked(act):
         pid = os.fork()

@@ -80,9 +80,10 @@ FAULTS = {
 }
 
 
-def operations_of(scenario, root):
-    """What the scenario does when nothing goes wrong."""
-    scenario.prepare(root)
+def operations_of(scenario, template, root):
+    """What the scenario does when nothing goes wrong; `template` becomes what it starts from."""
+    scenario.prepare(template)
+    shutil.copytree(template, root)
     store = faulty(root, exchange=scenario.exchange)
     with manager(root, store=store) as found:
         store.arm()
@@ -120,10 +121,11 @@ def assert_usable(root):
 def test_whatever_operation_goes_wrong_every_listed_step_is_whole(name, fault, tmp_path):
     scenario = SCENARIOS[name]
     wrong = []
-    for operation in operations_of(scenario, tmp_path / "count"):
+    template = tmp_path / "template"
+    for operation in operations_of(scenario, template, tmp_path / "count"):
         what = f"{operation.number} {operation.name} {operation.path}"
         root = tmp_path / str(operation.number)
-        scenario.prepare(root)
+        shutil.copytree(template, root)
         store = faulty(root, exchange=scenario.exchange)
         found = manager(root, store=store)
         join_sweep()
@@ -158,11 +160,12 @@ def test_whatever_operation_goes_wrong_every_listed_step_is_whole(name, fault, t
 
 
 def test_a_failed_save_is_not_listed_and_says_which_step_and_why(tmp_path):
-    operations = operations_of(Save(), tmp_path / "count")
+    template = tmp_path / "template"
+    operations = operations_of(Save(), template, tmp_path / "count")
     commit = next(op.number for op in operations if op.name == "rename")
     for operation in operations[:commit]:
         root = tmp_path / str(operation.number)
-        Save().prepare(root)
+        shutil.copytree(template, root)
         store = faulty(root)
         with manager(root, store=store) as found:
             store.arm(Fault(operation.number))
@@ -177,12 +180,13 @@ def test_a_failed_save_is_not_listed_and_says_which_step_and_why(tmp_path):
 
 
 def test_a_save_that_fails_once_leaves_nothing_behind(tmp_path):
-    operations = operations_of(Save(), tmp_path / "count")
+    template = tmp_path / "template"
+    operations = operations_of(Save(), template, tmp_path / "count")
     commit = next(op.number for op in operations if op.name == "rename")
     left = {}
     for operation in operations[:commit]:
         root = tmp_path / str(operation.number)
-        Save().prepare(root)
+        shutil.copytree(template, root)
         store = faulty(root)
         with manager(root, store=store) as found:
             store.arm(Fault(operation.number))
@@ -206,12 +210,13 @@ def test_a_save_whose_rename_landed_but_was_reported_failed_is_there_or_said_to_
 
 
 def test_a_temporary_directory_removed_under_a_save_never_becomes_a_step(tmp_path):
-    operations = operations_of(Save(), tmp_path / "count")
+    template = tmp_path / "template"
+    operations = operations_of(Save(), template, tmp_path / "count")
     commit = next(op.number for op in operations if op.name == "rename")
     wrong = []
     for operation in operations[:commit]:
         root = tmp_path / str(operation.number)
-        Save().prepare(root)
+        shutil.copytree(template, root)
         store = faulty(root)
         with manager(root, store=store) as found:
             hold = Hold(operation.number)
@@ -231,13 +236,15 @@ def test_a_temporary_directory_removed_under_a_save_never_becomes_a_step(tmp_pat
 
 
 CRASH = """
-    import os, sys, pathlib, signal
+    import gc, os, sys, pathlib, shutil, signal
     import jax, jax.numpy, numpy, ckptmgr  # imported once; every fork starts with them
     from ckptmgr.testing import Fault
     from tests.fault import common
     from tests.fault.test_every_operation import SCENARIOS, operations_of
 
     base, effect = pathlib.Path(sys.argv[1]), sys.argv[2]
+
+    gc.freeze()  # a collection in a fork would copy every page: 0.1 s each
 
     def forked(act):
         pid = os.fork()
@@ -250,11 +257,10 @@ CRASH = """
         return os.waitpid(pid, 0)[1]
 
     def count(scenario, root):
-        operations = operations_of(scenario, root / "count")
+        operations = operations_of(scenario, root / "template", root / "count")
         (root / "names").write_text("\\n".join(f"{o.name} {o.path}" for o in operations))
 
     def crash(scenario, root, k):
-        scenario.prepare(root)
         store = common.faulty(root, exchange=scenario.exchange)
         found = common.manager(root, store=store)
         common.join_sweep()
@@ -269,6 +275,7 @@ CRASH = """
         for k, operation in enumerate(names, 1):
             if effect == "half" and not operation.startswith("write_file"):
                 continue
+            shutil.copytree(root / "template", root / str(k))
             status = forked(lambda: crash(scenario, root / str(k), k))
             assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
             print(number, k, operation, flush=True)

@@ -16,7 +16,7 @@ from tests.fault.common import LIMIT, assert_state, numbers, reader, swept
 from tests.support import run_python
 
 PARENT = """
-    import atexit, faulthandler, json, os, pathlib, sys, threading
+    import atexit, faulthandler, gc, json, os, pathlib, sys, threading
     import absl.app, jax, jax.numpy, numpy, ckptmgr
     from ckptmgr.testing import Fault, Hold
     from tests.fault import common
@@ -24,6 +24,7 @@ PARENT = """
     base = pathlib.Path(sys.argv[1])
     # Its thread does not live in a forked child, whose end would wait for it: time is kept outside.
     faulthandler.cancel_dump_traceback_later()
+    gc.freeze()  # a collection in a fork would copy every page: 0.1 s each
     names, ends, text = {}, {}, None
 
     def end_of_one():

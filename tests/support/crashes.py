@@ -180,11 +180,12 @@ class Disk:
         """The directory where exactly the effects of a choice are there."""
         dirs: dict[int, dict[str, int]] = {number: {} for number in self._dirs}
         files: dict[int, bytearray] = {}
+        places: dict[int, tuple[int, str]] = {}
         for index, effect in enumerate(self.effects):
             if not choice.there >> index & 1:
                 continue
             if isinstance(effect, Names):
-                _rename(dirs, effect)
+                _rename(dirs, places, effect)
             else:
                 cut, zeros = choice.cut >> index & 1, choice.zeros >> index & 1
                 _fill(files.setdefault(effect.file, bytearray()), effect, bool(cut), bool(zeros))
@@ -270,15 +271,19 @@ def _put(names: dict[str, int], name: str, number: int | None) -> None:
         names[name] = number
 
 
-def _rename(dirs: dict[int, dict[str, int]], effect: Names) -> None:
-    """Sets names; a directory that gets one loses the one it had, wherever that was."""
+def _rename(
+    dirs: dict[int, dict[str, int]], places: dict[int, tuple[int, str]], effect: Names
+) -> None:
+    """Sets names; a directory that gets one loses the one it had, which `places` tells."""
     for _, _, number in effect.changes:
-        if number in dirs:
-            for names in dirs.values():
-                for name in [name for name, found in names.items() if found == number]:
-                    del names[name]
+        if number in places:
+            where, name = places.pop(number)
+            if dirs[where].get(name) == number:
+                del dirs[where][name]
     for where, name, number in effect.changes:
         _put(dirs[where], name, number)
+        if number in dirs:
+            places[number] = where, name
 
 
 def _fill(content: bytearray, effect: Data, cut: bool, zeros: bool) -> None:
