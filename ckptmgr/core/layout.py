@@ -235,10 +235,15 @@ def array_prefix(name: str) -> str:
 
 
 def chunk_key(driver: str, name: str, index: Sequence[int]) -> str:
-    """The key of one chunk in the item's database, as the zarr and zarr3 drivers spell it."""
+    """The key of one chunk in the item's database."""
+    return array_prefix(name) + chunk_suffix(driver, index)
+
+
+def chunk_suffix(driver: str, index: Sequence[int]) -> str:
+    """What follows the array's prefix there, as the zarr and zarr3 drivers spell it."""
     if driver == "zarr":
-        return array_prefix(name) + (".".join(map(str, index)) or "0")
-    return array_prefix(name) + "/".join(["c", *map(str, index)])
+        return ".".join(map(str, index)) or "0"
+    return "/".join(["c", *map(str, index)])
 
 
 def metadata_key(driver: str, name: str) -> str:

@@ -7,7 +7,9 @@ types. Every parser raises `FormatError` with a sentence; callers add step and f
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -233,16 +235,16 @@ class Receipt:
     files: Mapping[str, int]
     sums: Mapping[int, Sums] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        leaves: dict[int, list[Any]] = {}
-        for chunk in self.chunks:
-            leaves.setdefault(chunk.leaf, []).append(
-                [list(chunk.index), chunk.nbytes, chunk.digest]
-            )
-        body = {"process": self.process, "files": dict(self.files), "chunks": list(leaves.items())}
+    def to_json(self, chunks: str | None = None) -> str:
+        """`chunks` is what `chunks_to_json` makes of its chunks, where that is known."""
+        if chunks is None:
+            chunks = chunks_to_json(self.chunks)
+        head = values.dumps({"process": self.process, "files": dict(self.files)})
+        sums = ""
         if self.sums:
-            body["sums"] = [[leaf, list(sums)] for leaf, sums in sorted(self.sums.items())]
-        return values.dumps(body)
+            found = values.dumps([[leaf, list(sums)] for leaf, sums in sorted(self.sums.items())])
+            sums = f',"sums":{found}'
+        return f'{head[:-1]},"chunks":{chunks}{sums}}}'
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Receipt:
@@ -257,6 +259,25 @@ class Receipt:
             return cls(data["process"], chunks, data["files"], sums)
         except (KeyError, TypeError, ValueError) as exc:
             raise FormatError(f"the receipt lacks {exc}") from exc
+
+
+def chunks_to_json(chunks: Sequence[Chunk]) -> str:
+    """The part of a receipt that grows with the tree; `chunks` are grouped by leaf."""
+    # text at once: thousands of lists would make Python look for cycles, while training waits
+    leaves = (
+        f"[{leaf},[{','.join(map(_chunk_to_json, found))}]]"
+        for leaf, found in itertools.groupby(chunks, operator.attrgetter("leaf"))
+    )
+    return f"[{','.join(leaves)}]"
+
+
+def _chunk_to_json(chunk: Chunk) -> str:
+    return f'[{_index_to_json(chunk.index)},{chunk.nbytes},"{chunk.digest}"]'
+
+
+@functools.lru_cache(maxsize=4096)
+def _index_to_json(index: Shape) -> str:
+    return values.dumps(list(index))
 
 
 def chunk_box(leaf: StoredLeaf, index: Shape) -> Box:

@@ -7,6 +7,7 @@ error, never zeros.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -133,7 +134,8 @@ class _Digests:
 
     def all(self) -> Written:
         """Every chunk, by leaf and index, and the sums of leaves."""
-        chunks = sorted(self._chunks[True], key=lambda chunk: (chunk.leaf, chunk.index))
+        chunks = sorted(self._chunks[True], key=operator.attrgetter("index"))
+        chunks.sort(key=operator.attrgetter("leaf"))  # one key of both is a new object for each
         return Written(tuple(chunks), tuple(self._chunks[False]), self._sums or {})
 
 
@@ -189,12 +191,13 @@ def write(
     before_wave: Callable[[], object] = lambda: None,
     after_wave: Callable[[], object] = lambda: None,
     on_host: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[Written], object] = lambda wrote: None,
 ) -> Written:
     """Writes this process's parts to the database in `path`; returns what it wrote.
 
     One transaction per wave. A buffer is handed to TensorStore without a copy, and freed when
     its wave is committed. `after_wave` is called when the file of a wave is written,
-    `on_host` when the last value has arrived.
+    `on_host` when the last value has arrived, `meanwhile` while the last wave is being committed.
     """
     digests = _Digests(staged.plan.tree.leaves, leaf_digests)
     waves = _Waves(staged, path, digests, after_wave)
@@ -204,8 +207,10 @@ def write(
             waves.wait_for(number)
             waves.write(number)
         on_host()
+        wrote = digests.all()
+        meanwhile(wrote)
         waves.settle()
-        return digests.all()
+        return wrote
     finally:
         waves.end()
 
@@ -297,22 +302,32 @@ class _Waves:
 
     def _fill_blocks(self, transaction: ts.Transaction, blocks: Sequence[Block]) -> None:
         database = ts.KvStore.open(self._kvstore, context=self._context).result()
-        into = database.with_transaction(transaction)
-        tree, digests = self._tree, self._digests
+        write = database.with_transaction(transaction).write
         for block in blocks:
-            values = values_of(block, tree, self._staged)
-            for part, creates, one in zip(block.parts, block.creates, values, strict=True):
-                leaf = tree.leaves[part.leaf]
-                if creates:
-                    made = _metadata(tree.driver, leaf.stored_shape, leaf.chunk, leaf.stored_dtype)
-                    into.write(layout.metadata_key(tree.driver, leaf.name), made)
-                for index, where in block.chunks:
-                    data = one[where].tobytes()
-                    into.write(layout.chunk_key(tree.driver, leaf.name, index), data)
-                    if not digests.sums:
-                        digests.note(Chunk(part.leaf, index, len(data), manifest.digest(data)))
-                if digests.sums:
-                    digests.take(part, one)
+            self._fill_block(write, block)
+
+    def _fill_block(self, write: Callable[[str, bytes], object], block: Block) -> None:
+        """Much is the same for all parts of a block; a tree may have many thousands of them."""
+        leaves, driver, digests = self._tree.leaves, self._tree.driver, self._digests
+        one = leaves[block.parts[0].leaf]
+        metadata = _metadata(driver, one.stored_shape, one.chunk, one.stored_dtype)
+        chunks = [
+            (index, where, layout.chunk_suffix(driver, index)) for index, where in block.chunks
+        ]
+        values = values_of(block, self._tree, self._staged)
+        for part, creates, found in zip(block.parts, block.creates, values, strict=True):
+            number = part.leaf
+            name = leaves[number].name
+            if creates:
+                write(layout.metadata_key(driver, name), metadata)
+            prefix = layout.array_prefix(name)
+            for index, where, suffix in chunks:
+                data = found[where].tobytes()
+                write(prefix + suffix, data)
+                if not digests.sums:
+                    digests.note(Chunk(number, index, len(data), manifest.digest(data)))
+            if digests.sums:
+                digests.take(part, found)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -347,6 +362,13 @@ def merge(item_path: str, containers: Iterable[str], keys: int) -> None:
         transaction.abort()
         raise
     transaction.commit_async().result()
-    found = len(parent.list().result())
+    found = _count(item_path, ctx)
     if found != keys:
         raise StoreError(f"{item_path}: {keys} keys were written and {found} are there")
+
+
+def _count(path: str, context: ts.Context) -> int:
+    """How many keys a database says it has. Listing them takes 2 us each."""
+    base = ts.KvStore.open(database(path)["base"], context=context).result()
+    root = ts.ocdbt.dump(base, context=context).result()["versions"][-1]["root"]
+    return int(root["statistics"]["num_keys"])

@@ -314,17 +314,16 @@ class Ordering:
     def _gather(self, staged: Staged, load: Load, spec: Gather, buffer: Any) -> list[_Put]:
         """Runs a gather; returns what is left to transfer: its members where it cannot run, or,
         where it stays on the device, what it made."""
-        members = [
-            _Put(staged, load, staged.piece(m.leaf, m.position), (m.leaf, m.position))
-            for m in load.members
-        ]
-        arrays = [member.array for member in members]
+        arrays = [staged.piece(member.leaf, member.position) for member in load.members]
         if spec.donated:
             made = self._run(spec, arrays, lambda: [spec.empty() if buffer is None else buffer])
         else:
             made = self._run(spec, arrays)
         if made is None:
-            return members
+            return [
+                _Put(staged, load, array, (member.leaf, member.position))
+                for member, array in zip(load.members, arrays, strict=True)
+            ]
         if shardings.is_on_host(made):
             staged._set(load, made)
             return []

@@ -2,12 +2,13 @@
 
 Each process writes its arrays into a database of its own, its receipts and the states of its
 iterators, and tells process 0 the sizes and digests of these files in a `Share`; no receipt travels.
-Process 0 merges the databases, of which only tree nodes are copied, and writes everything that the
-step has once.
+Process 0 writes everything that the step has once, a tree's metadata while its last arrays are on
+their way to disk, and merges the databases, of which only tree nodes are copied.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ class Writing:
     data: dict[str, int] = field(default_factory=dict)
     wrote: dict[str, Written] = field(default_factory=dict)
     _dirs: set[str] = field(default_factory=set)
+    _chunks: dict[str, str] = field(default_factory=dict)  # of an item, as its receipt has them
 
     @property
     def trees(self) -> list[TreeItem]:
@@ -154,6 +156,7 @@ class Writing:
         where = f"{self.attempt.tmp}/{item.name}"
         self.store.make_dir(where)
         if not item.staged.waves:
+            self._meanwhile(item, Written())
             return Written()
         mine = f"{where}/{layout.container(self.rank)}"
         if arrays.writes_any(item.staged.waves):
@@ -167,7 +170,15 @@ class Writing:
             before_wave=lambda: self.store.arrays(mine),
             after_wave=lambda: self.store.begin_sync(f"{mine}/{layout.OCDBT_DATA}", begun),
             on_host=on_host,
+            meanwhile=functools.partial(self._meanwhile, item),
         )
+
+    def _meanwhile(self, item: TreeItem, wrote: Written) -> None:
+        """What needs no array, while the last of them is on its way to disk."""
+        self._chunks[item.name] = manifest.chunks_to_json(wrote.chunks)
+        if self.rank == 0:
+            for path, data in item.documents.files(item.name).items():
+                self.put(path, data)
 
     def _write_receipt(self, item: TreeItem) -> None:
         name, wrote = item.name, self.wrote[item.name]
@@ -181,7 +192,8 @@ class Writing:
         files = {f"{container}/{file}": size for file, size in sizes.items()}
         self.data |= {f"{name}/{file}": size for file, size in files.items()}
         receipt = Receipt(self.rank, wrote.chunks, files, wrote.sums)
-        self.put(layout.receipt_file(name, self.rank), receipt.to_json())
+        text = receipt.to_json(self._chunks.pop(name))
+        self.put(layout.receipt_file(name, self.rank), text)
 
     def _sync_share(self) -> None:
         """Makes durable what no other process syncs, and its directories."""
@@ -218,12 +230,10 @@ class Writing:
     # -- process 0 --------------------------------------------------------------------------
 
     def complete(self, shares: Sequence[Share]) -> None:
-        """Merges the databases and writes what a step has once."""
+        """Merges the databases and writes what a step has once, but for `item.documents`."""
         for item in self.items:
             if isinstance(item, TreeItem):
                 self._merge(item, shares)
-                for path, data in item.documents.files(item.name).items():
-                    self.put(path, data)
             else:
                 self.put(layout.json_item_file(item.name), values.dumps(item.state))
         for share in shares[1:]:
