@@ -18,6 +18,7 @@ Inside a step, paths are relative to it and use "/".
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -234,12 +235,13 @@ def array_prefix(name: str) -> str:
     return "" if name == ROOT_ARRAY else name + "/"
 
 
-def chunk_key(driver: str, name: str, index: Sequence[int]) -> str:
+def chunk_key(driver: str, name: str, index: tuple[int, ...]) -> str:
     """The key of one chunk in the item's database."""
     return array_prefix(name) + chunk_suffix(driver, index)
 
 
-def chunk_suffix(driver: str, index: Sequence[int]) -> str:
+@functools.lru_cache(maxsize=4096)
+def chunk_suffix(driver: str, index: tuple[int, ...]) -> str:
     """What follows the array's prefix there, as the zarr and zarr3 drivers spell it."""
     if driver == "zarr":
         return ".".join(map(str, index)) or "0"

@@ -7,6 +7,7 @@ own geometry.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -343,7 +344,7 @@ def plan_restore(
     for want in wanted:
         leaf = leaves[want.leaf]
         size = manifest.itemsize(leaf.stored_dtype)
-        wanted_bytes += sum(box.size for box in want.boxes) * size
+        wanted_bytes += _elements(want.boxes) * size
         target_bytes += want.copies
         made = _units_of_leaf(want, leaf, whole_chunks, unit_bytes // size)
         for unit in made:
@@ -355,14 +356,18 @@ def plan_restore(
     return RestorePlan(tuple(units), wanted_bytes, read_bytes, target_bytes, peak, tuple(notes))
 
 
+@functools.lru_cache(maxsize=4096)
+def _elements(found: tuple[Box, ...]) -> int:
+    return sum(box.size for box in found)
+
+
 def _units_of_leaf(
     want: Wanted, leaf: StoredLeaf, whole_chunks: bool, unit_elements: int
 ) -> list[Unit]:
     needed = [(i, box) for i, box in enumerate(want.boxes) if box.size]
     if needed and whole_chunks and leaf.chunk == leaf.stored_shape:  # one chunk, as small leaves
-        index = (0,) * len(leaf.chunk)
-        every = tuple(i for i, _ in needed)
-        return [Unit(want.leaf, boxes.whole(leaf.stored_shape), every, (index,))]
+        box = _whole(leaf.stored_shape)
+        return [Unit(want.leaf, box, tuple(i for i, _ in needed), (box.start,))]
     cell = leaf.chunk if whole_chunks else _grown(leaf.chunk, leaf.stored_shape, unit_elements)
     targets: dict[Box, list[int]] = {}
     for i, box in needed:
@@ -382,6 +387,10 @@ def _units_of_leaf(
             read = boxes.bounding([piece for piece in met if piece is not None])
             units.append(Unit(want.leaf, read, tuple(numbers)))
     return units
+
+
+_whole = functools.lru_cache(maxsize=4096)(boxes.whole)
+"""Many leaves have one shape; what is worked out of their boxes then meets the same ones."""
 
 
 def _grown(chunk: Shape, shape: Shape, unit_elements: int) -> Shape:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,7 @@ WHOLE_BYTES = 2**20
 less than one per shard."""
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
+class Goal(NamedTuple):
     """What one stored leaf shall become.
 
     Attributes:
@@ -117,7 +116,7 @@ def _goal_as_saved(
 @functools.lru_cache(maxsize=4096)
 def _whole_wish(shape: tuple[int, ...]) -> shardings.Wish:
     box = whole(shape)
-    return shardings.Wish((box,), (), box.size)
+    return shardings.Wish((box,), (), box.size, box.size)
 
 
 def _whole_goal(number: int, leaf: StoredLeaf, kind: str, dtype: str | None = None) -> Goal:
@@ -178,7 +177,7 @@ def _spread(goal: Goal, leaf: StoredLeaf) -> Goal | str:
     )
     if then * 2 > now:
         return "a process would read more than half of it all the same, for its chunks are large"
-    return replace(goal, wish=shardings.wish(cut, leaf.stored_shape), spread=cut)
+    return goal._replace(wish=shardings.wish(cut, leaf.stored_shape), spread=cut)
 
 
 def _chunk_elements(leaf: StoredLeaf, needed: Iterable[Box]) -> int:

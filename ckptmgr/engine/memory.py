@@ -137,13 +137,19 @@ def give_back_freed(leaves: int, nbytes: int, turn: int = 0) -> None:
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
     """Python does not look for cycles meanwhile: of the many objects that a restore of thousands of
-    leaves makes none is garbage, and looking through them again and again took a third of it."""
+    leaves makes none is garbage, and looking through them again and again took a third of it.
+
+    Nor does it look through all of them right after: those that are left count as old then.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
+            if not gc.get_freeze_count():  # the user's, which would be unfrozen
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

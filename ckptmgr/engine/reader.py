@@ -173,7 +173,8 @@ class Reader:
         self, number: int, unit: Unit, wanted: Sequence[Box], into: Sequence[np.ndarray]
     ) -> direct.Piece | None:
         leaf = self._tree.leaves[unit.leaf]
-        known = self._digest_of_plain(unit, leaf) if self._places else None
+        shape = unit.box.shape
+        known = self._digest_of_plain(unit, leaf, shape) if self._places else None
         if known is None:
             return None
         place = self._places.get(layout.chunk_key(self._tree.driver, leaf.name, unit.chunks[0]))
@@ -181,7 +182,6 @@ class Reader:
         length = place.length if isinstance(place, direct.Place) else len(place or b"")
         if place is None or length != math.prod(leaf.chunk) * size:
             return None
-        shape = unit.box.shape
         target = _target_of(unit, leaf, wanted, into)
         if target is not None and target.flags.c_contiguous:
             run: np.ndarray | None = target.reshape(-1).view(np.uint8)
@@ -244,12 +244,12 @@ class Reader:
             if known and arrays.digest(values) != known:
                 raise self._corrupt(leaf, f"box {unit.box} has other bytes than were saved")
 
-    def _digest_of_plain(self, unit: Unit, leaf: StoredLeaf) -> str | None:
+    def _digest_of_plain(self, unit: Unit, leaf: StoredLeaf, shape: Shape) -> str | None:
         """Of one whole chunk that is stored as its plain bytes, padding only behind them."""
         if (
             len(unit.chunks) != 1
             or self._tree.compression is not None
-            or unit.box.shape[1:] != leaf.chunk[1:]
+            or shape[1:] != leaf.chunk[1:]
         ):
             return None
         return self._digests.get((unit.leaf, unit.chunks[0])) or None
@@ -257,10 +257,11 @@ class Reader:
     def _goes_by_key(self, unit: Unit) -> bool:
         """A whole chunk, small, and without padding."""
         leaf = self._tree.leaves[unit.leaf]
+        shape = unit.box.shape
         return (
-            self._digest_of_plain(unit, leaf) is not None
-            and unit.box.shape == leaf.chunk
-            and unit.box.size * manifest.itemsize(leaf.stored_dtype) <= SMALL_BYTES
+            shape == leaf.chunk
+            and self._digest_of_plain(unit, leaf, shape) is not None
+            and math.prod(shape) * manifest.itemsize(leaf.stored_dtype) <= SMALL_BYTES
         )
 
     def _ask_by_key(self, leaf: StoredLeaf, index: Shape) -> ts.Future[Any]:

@@ -128,7 +128,10 @@ def _read_ahead(
             while under_way:
                 under_way.pop()()
             boxes = {goals[i].leaf: _boxes(goals[i]) for i in wave}
-            into = {goals[i].leaf: _buffers(goals[i], stored.leaves[goals[i].leaf]) for i in wave}
+            room = _Room()
+            into = {
+                goals[i].leaf: _buffers(goals[i], stored.leaves[goals[i].leaf], room) for i in wave
+            }
             wanted = [unit for leaf in into for unit in units.get(leaf, ())]
             under_way.append(reader.start(wanted, boxes, into))
             if ahead is not None:
@@ -172,16 +175,16 @@ def _nbytes(goal: Goal, stored: StoredTree) -> int:
     """Bytes of the buffers that a goal is read into."""
     if goal.wish is None:
         return 0
-    size = manifest.itemsize(stored.leaves[goal.leaf].stored_dtype)
-    return sum(box.size for box in _boxes(goal)) * size
+    return goal.wish.distinct * manifest.itemsize(stored.leaves[goal.leaf].stored_dtype)
 
 
-def _buffers(goal: Goal, leaf: StoredLeaf) -> list[np.ndarray]:
+def _buffers(goal: Goal, leaf: StoredLeaf, room: _Room) -> list[np.ndarray]:
     name = leaf.dtype
     if goal.kind in ("jax", "numpy") and not _is_python_number(leaf):
         name = goal.dtype
     dtype = manifest.dtype_of(name or leaf.stored_dtype)
-    return [_aligned(box.shape, dtype) for box in _boxes(goal)]
+    shared = _is_array(goal)  # numpy arrays go to the user, who may keep one of thousands
+    return [room.array(box.shape, dtype, shared) for box in _boxes(goal)]
 
 
 def _boxes(goal: Goal) -> tuple[Box, ...]:
@@ -206,14 +209,34 @@ def _narrowed(
 
 
 _ALIGNMENT = 64
+SHARED_BYTES = 2**18
+"""Small arrays lie together in pieces of memory of this size: an array keeps no more than that
+from being freed."""
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+class _Room:
     """Fresh memory that the CPU backend can take over without a copy."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    offset = -raw.__array_interface__["data"][0] % _ALIGNMENT
-    return np.ndarray(shape, dtype, raw, offset)
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._at = 0
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype, shared: bool) -> np.ndarray:
+        """An array of its own, or, where it is small and `shared`, beside the one before."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not shared or nbytes > SHARED_BYTES // 16:
+            return np.ndarray(shape, dtype, *_aligned(nbytes))
+        if self._at + nbytes > len(self._memory):
+            self._memory, self._at = _aligned(SHARED_BYTES)
+        found = np.ndarray(shape, dtype, self._memory, self._at)
+        self._at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return found
+
+
+def _aligned(nbytes: int) -> tuple[np.ndarray, int]:
+    """Fresh memory, and where in it so many aligned bytes begin."""
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    return memory, -memory.__array_interface__["data"][0] % _ALIGNMENT
 
 
 def _place(read_in: Sequence[tuple[Goal, list[np.ndarray]]], stored: StoredTree) -> list[Any]:

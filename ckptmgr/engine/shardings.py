@@ -111,11 +111,13 @@ class Wish:
       boxes: distinct boxes.
       devices: for each addressable device in the sharding's order: (device, number of its box).
       elements: how many elements all of them hold, every copy counted.
+      distinct: how many elements the boxes have.
     """
 
     boxes: tuple[Box, ...]
     devices: tuple[tuple[Any, int], ...]
     elements: int
+    distinct: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -131,7 +133,8 @@ def wish(sharding: jax.sharding.Sharding, shape: Shape) -> Wish:
         box = boxes.from_index(index, shape)
         devices.append((device, numbers.setdefault(box, len(numbers))))
     found = tuple(numbers)
-    return Wish(found, tuple(devices), sum(found[number].size for _, number in devices))
+    every = sum(found[number].size for _, number in devices)
+    return Wish(found, tuple(devices), every, sum(box.size for box in found))
 
 
 def spread(sharding: Any, shape: Shape) -> NamedSharding | str:

@@ -204,6 +204,17 @@ def test_a_receipt_comes_back():
     assert Receipt.from_json(receipt.to_json()) == receipt
 
 
+def test_a_receipt_is_json_of_what_it_says():
+    chunks = (*BOTH, Chunk(2, (), 4, ""))
+    text = Receipt(3, chunks, {'a "quoted"/d/x': 99}, {2: (1, 2, 3, 4)}).to_json()
+    assert json.loads(text) == {
+        "process": 3,
+        "files": {'a "quoted"/d/x': 99},
+        "chunks": [[0, [[[0, 0], 16, "d0"], [[1, 0], 16, "d1"]]], [2, [[[], 4, ""]]]],
+        "sums": [[2, [1, 2, 3, 4]]],
+    }
+
+
 @pytest.mark.parametrize(
     "text", ["{}", '{"process":0,"files":{},"chunks":[[0,[[1,2]]]]}', '{"chunks":5}', "[]"]
 )

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ckptmgr.core import ocdbt
 from ckptmgr.core.ocdbt import Place
 from ckptmgr.engine import arrays
+from ckptmgr.errors import StoreError
 
 PLAIN = {"compression": None, "max_decoded_node_bytes": 100_000_000}
 LOCATION = re.compile(r"(?:btreenode|value):(.*?):(.*?):(\d+):(\d+)")
@@ -150,6 +151,17 @@ def test_values_of_one_merged_database_are_found_too(tmp_path):
     write(arrays.database(f"{tmp_path}/ocdbt.process_0"), values)
     arrays.merge(str(tmp_path), ["ocdbt.process_0"], len(values))
     assert_as_told(tmp_path, values)
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_merge_that_has_other_than_the_keys_that_were_written_is_refused(tmp_path, more):
+    values = some(300, 4)
+    (tmp_path / "ocdbt.process_0").mkdir()
+    write(arrays.database(f"{tmp_path}/ocdbt.process_0"), values)
+    with pytest.raises(
+        StoreError, match=f"{len(values) + more} keys were written and {len(values)}"
+    ):
+        arrays.merge(str(tmp_path), ["ocdbt.process_0"], len(values) + more)
 
 
 def test_long_keys_and_those_of_any_alphabet_are_found(tmp_path):
