@@ -79,6 +79,7 @@ class Load:
       copy: of "put", how a program would write over a kept buffer.
       gather: of "gather", the program; transfers do where it is not compiled.
       members: of "gather"; a piece on the n-th device of an array lies on the n-th of `out`.
+      out: of "put", and of what a gather leaves on its device: where in host memory it goes.
     """
 
     how: How
@@ -89,6 +90,7 @@ class Load:
     copy: Copy | None = None
     gather: Gather | None = None
     members: tuple[Member, ...] = ()
+    out: Sharding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,7 @@ class _Cook:
         copy = None
         if self._keeps_of(source) and nbytes and _is_plain(source.dtype) and _on_device(source):
             copy = Copy(shape, source.dtype.name, sharding, out)
-        return Load("put", leaf, position, nbytes, kind=copy, copy=copy)
+        return Load("put", leaf, position, nbytes, kind=copy, copy=copy, out=out)
 
     @property
     def _keeps(self) -> bool:
@@ -277,6 +279,7 @@ class _Cook:
             kind=program if keeps else None,
             gather=program,
             members=tuple(members),
+            out=self.host(flat),
         )
 
 

@@ -361,7 +361,10 @@ class Ordering:
         if not puts:
             return
         arrays = [put.array for put in puts]
-        targets = [shardings.pinned_host(array.sharding) for array in arrays]
+        targets = [
+            put.load.out if put.member is None else shardings.pinned_host(put.array.sharding)
+            for put in puts
+        ]
         try:
             # may_alias=False: what lies in host memory already must be copied all the same
             copies = jax.device_put(arrays, targets, may_alias=False)
