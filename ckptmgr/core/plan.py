@@ -140,13 +140,19 @@ class LeafWrite:
 Wave = tuple[LeafWrite, ...]
 
 
+WAVE_PARTS, PART_WAVES = 4096, 8
+"""A wave has about so many parts at most, so that of a tree of many thousands of small leaves one is
+committed while the next is made; where that would be more waves than so many, they are larger, for
+each commit writes all keys anew."""
+
+
 def waves(
     plan: SavePlan,
     process: int,
     wave_bytes: int,
     goes_first: Callable[[Part], bool] = lambda part: False,
 ) -> tuple[Wave, ...]:
-    """Cuts a plan into waves of about `wave_bytes`, each at least one part.
+    """Cuts a plan into waves of about `wave_bytes`, each at least one part; see `WAVE_PARTS` too.
 
     Leaves of which every part `goes_first` come before the others. Process 0 creates the arrays that
     have no elements.
@@ -154,9 +160,10 @@ def waves(
     by_leaf: dict[int, list[Part]] = {}
     for part in plan.parts:
         by_leaf.setdefault(part.leaf, []).append(part)
+    most = max(WAVE_PARTS, -(-len(plan.parts) // PART_WAVES))
     found: list[Wave] = []
     wave: list[LeafWrite] = []
-    held = 0
+    held = count = 0
     first_ones = {number for number, parts in by_leaf.items() if all(map(goes_first, parts))}
     for number in sorted(range(len(plan.tree.leaves)), key=lambda n: n not in first_ones):
         leaf, parts = plan.tree.leaves[number], by_leaf.get(number, [])
@@ -167,14 +174,15 @@ def waves(
         taken: list[Part] = []
         for part in parts:
             nbytes = part.box.size * size
-            if held and held + nbytes > wave_bytes:
+            if held and (held + nbytes > wave_bytes or count >= most):
                 if taken:
                     wave.append(LeafWrite(number, tuple(taken), first))
                     first, taken = False, []
                 found.append(tuple(wave))
-                wave, held = [], 0
+                wave, held, count = [], 0, 0
             taken.append(part)
             held += nbytes
+            count += 1
         wave.append(LeafWrite(number, tuple(taken), first))
     if wave:
         found.append(tuple(wave))

@@ -302,12 +302,15 @@ class _Waves:
 
     def _fill_blocks(self, transaction: ts.Transaction, blocks: Sequence[Block]) -> None:
         database = ts.KvStore.open(self._kvstore, context=self._context).result()
-        write = database.with_transaction(transaction).write
+        into = database.with_transaction(transaction)
         for block in blocks:
-            self._fill_block(write, block)
+            self._fill_block(into, block)
 
-    def _fill_block(self, write: Callable[[str, bytes], object], block: Block) -> None:
-        """Much is the same for all parts of a block; a tree may have many thousands of them."""
+    def _fill_block(self, into: ts.KvStore, block: Block) -> None:
+        """Much is the same for all parts of a block; a tree may have many thousands of them.
+
+        In a transaction setting a key waits for nothing, and spares the future that a write gives.
+        """
         leaves, driver, digests = self._tree.leaves, self._tree.driver, self._digests
         one = leaves[block.parts[0].leaf]
         metadata = _metadata(driver, one.stored_shape, one.chunk, one.stored_dtype)
@@ -319,11 +322,11 @@ class _Waves:
             number = part.leaf
             name = leaves[number].name
             if creates:
-                write(layout.metadata_key(driver, name), metadata)
+                into[layout.metadata_key(driver, name)] = metadata
             prefix = layout.array_prefix(name)
             for index, where, suffix in chunks:
                 data = found[where].tobytes()
-                write(prefix + suffix, data)
+                into[prefix + suffix] = data
                 if not digests.sums:
                     digests.note(Chunk(number, index, len(data), manifest.digest(data)))
             if digests.sums:

@@ -7,7 +7,7 @@ import pytest
 from ckptmgr.core import chunking
 from ckptmgr.core.boxes import Box
 from ckptmgr.core.manifest import StoredLeaf, StoredTree
-from ckptmgr.core.plan import Part, Shard, Unit, Wanted, plan_restore, plan_save
+from ckptmgr.core.plan import Part, Shard, Unit, Wanted, plan_restore, plan_save, waves
 
 
 def leaf(shape, chunk, name="params.w", dtype="float32"):
@@ -51,6 +51,19 @@ def test_parts_carry_the_number_of_their_leaf_and_skip_leaves_without_an_array()
     made = plan_save(stored, [[], [Shard(scalar, (0,), 0)], [Shard(Box((0,), (0,)), (0,), 0)]], 0)
     assert made.parts == (Part(1, scalar, ((0, scalar),)),)
     assert made.nbytes == 4
+
+
+@pytest.mark.parametrize(
+    ("leaves", "wanted"), [(4096, 1), (4097, 2), (10_000, 3), (32_768, 8), (50_000, 8)]
+)
+def test_many_small_leaves_go_in_a_few_waves_and_never_in_many(leaves, wanted):
+    scalar = Box((), ())
+    stored = tree(*(leaf((), (), f"n{i}") for i in range(leaves)))
+    made = plan_save(stored, [[Shard(scalar, (0,), 0)]] * leaves, 0)
+    found = waves(made, 0, 2**26)
+    assert len(found) == wanted
+    assert [job.leaf for wave in found for job in wave] == list(range(leaves))
+    assert max(map(len, found)) <= max(4096, -(-leaves // 8))
 
 
 @pytest.mark.parametrize(
