@@ -185,6 +185,8 @@ def complete(writing: Writing, catalog: Catalog, shares: list[Share]) -> dict[st
         changed(Writing, "put", put),
         whole,
     ):
+        for item in writing.trees:
+            writing.put_documents(item)
         writing.complete(shares)
         writing.put_step_metadata(0.0, {}, 0.0)
         with sharding:

@@ -12,7 +12,7 @@ import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -34,8 +34,7 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredLeaf:
+class StoredLeaf(NamedTuple):
     """One leaf of a stored tree.
 
     Attributes:

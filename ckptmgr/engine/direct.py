@@ -95,7 +95,7 @@ class Piece(NamedTuple):
       nbytes: its bytes, without what reaches beyond the array.
       digest: of these, "" where nothing is compared.
       target: where they belong, as bytes, where that is one run of memory.
-      put: takes them otherwise; they are gone when it returns.
+      put: takes them otherwise, and is None where there is a target; they are gone when it returns.
     """
 
     number: int
@@ -103,7 +103,7 @@ class Piece(NamedTuple):
     nbytes: int
     digest: str
     target: np.ndarray | None
-    put: Callable[[np.ndarray], None]
+    put: Callable[[np.ndarray], None] | None = None
 
 
 class DirectReader:
@@ -239,7 +239,7 @@ class _Files:
             return [piece.number]
         if seen is not None and seen.hexdigest() != piece.digest:
             return [piece.number]
-        if piece.target is None:
+        if piece.put is not None:
             piece.put(found)
         return []
 
@@ -291,6 +291,6 @@ def _take(piece: Piece, found: np.ndarray) -> list[int]:
         return [piece.number]
     if piece.target is not None:
         piece.target[...] = found
-    else:
+    if piece.put is not None:
         piece.put(found)
     return []

@@ -236,6 +236,8 @@ def _goal_for(
     """The goal for one leaf, or how it differs from the target."""
     if leaf.kind == "unreadable":
         return f"unreadable: {leaf.value}"
+    if leaf.kind == "array" and isinstance(target, _MOST):
+        return _goal_for_array(number, leaf, target, cast, options)
     if isinstance(target, str) or leaf.kind == "string":
         fits = isinstance(target, str) and leaf.kind == "string"
         return _whole_goal(number, leaf, "string") if fits else _kinds_differ(leaf, target)
@@ -248,6 +250,16 @@ def _goal_for(
         return _kinds_differ(leaf, target)
     if not leaf.has_array:
         return _kinds_differ(leaf, target)
+    return _goal_for_array(number, leaf, target, cast, options)
+
+
+_MOST = (jax.ShapeDtypeStruct, jax.Array)
+"""What most leaves of a target are."""
+
+
+def _goal_for_array(
+    number: int, leaf: StoredLeaf, target: Any, cast: bool, options: Restore
+) -> Goal | str:
     name = _name_of(target.dtype)
     wants_key = name is None
     if wants_key != (leaf.kind == "key"):

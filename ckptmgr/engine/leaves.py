@@ -107,8 +107,7 @@ def survey(state: Any, storage: Storage, places: shardings.PlacesCache, step: in
             number = None
             if isinstance(source, jax.Array) and not shardings.is_own(source):
                 number = _sharding_number(source, table, entries)
-            leaf = replace(
-                leaf,
+            leaf = leaf._replace(
                 dtype=dtype,
                 stored_dtype=stored,
                 stored_shape=source.shape,

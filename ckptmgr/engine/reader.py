@@ -183,17 +183,16 @@ class Reader:
         if place is None or length != math.prod(leaf.chunk) * size:
             return None
         target = _target_of(unit, leaf, wanted, into)
+        nbytes, digest = math.prod(shape) * size, known if self._compare else ""
         if target is not None and target.flags.c_contiguous:
-            run: np.ndarray | None = target.reshape(-1).view(np.uint8)
-        else:
-            run = None
+            run = target.reshape(-1).view(np.uint8)
+            return direct.Piece(number, place, nbytes, digest, run)
 
         def put(found: np.ndarray) -> None:
             values = found.view(leaf.stored_dtype).reshape(shape)
             _scatter(unit, leaf, values, wanted, into)
 
-        digest = known if self._compare else ""
-        return direct.Piece(number, place, math.prod(shape) * size, digest, run, put)
+        return direct.Piece(number, place, nbytes, digest, None, put)
 
     def begin(self, units: Sequence[Unit]) -> list[Opening]:
         """Starts to open the array of each unit, once per leaf; None where a key is enough."""

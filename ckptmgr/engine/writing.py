@@ -177,8 +177,12 @@ class Writing:
         """What needs no array, while the last of them is on its way to disk."""
         self._chunks[item.name] = manifest.chunks_to_json(wrote.chunks)
         if self.rank == 0:
-            for path, data in item.documents.files(item.name).items():
-                self.put(path, data)
+            self.put_documents(item)
+
+    def put_documents(self, item: TreeItem) -> None:
+        """The metadata files that a tree has once, which process 0 writes."""
+        for path, data in item.documents.files(item.name).items():
+            self.put(path, data)
 
     def _write_receipt(self, item: TreeItem) -> None:
         name, wrote = item.name, self.wrote[item.name]
