@@ -14,7 +14,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +137,7 @@ def over_read(
     from ckptmgr.core.plan import Wanted, plan_restore
 
     alike = Counter(
-        (leaf._replace(path=("any",), name="any", sharding=None), leaves[leaf.dotted].spec)
+        (replace(leaf, path=("any",), name="any", sharding=None), leaves[leaf.dotted].spec)
         for leaf in stored
     )
     totals = {group: np.zeros((math.prod(mesh), 2), np.int64) for group in GROUPS}

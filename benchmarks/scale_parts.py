@@ -83,7 +83,8 @@ def pure(task: dict[str, Any]) -> dict[str, Any]:
     process, most = found.chunks.most_common(1)[0]
     container = layout.container(process)
     files = {f"{container}/{layout.OCDBT_MANIFEST}": 148, f"{container}/d/{DIGEST}": most * 2**20}
-    chunks = tuple(Chunk(i % job.leaves, (i, 0), 2**20, DIGEST) for i in range(most))
+    leaves = sorted(i % job.leaves for i in range(most))
+    chunks = tuple(Chunk(leaf, (i, 0), 2**20, DIGEST) for i, leaf in enumerate(leaves))
     receipt = Receipt(process, chunks, files).to_json()
     payload = scale_job.share_of(process, receipt, most)
     payloads = [payload] * job.processes

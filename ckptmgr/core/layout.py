@@ -230,6 +230,10 @@ def _is_key_path(name: str) -> bool:
     )
 
 
+INLINE_BYTES = 1024
+"""Values up to this size lie in the database's tree of keys, larger ones in files of their own."""
+
+
 def array_prefix(name: str) -> str:
     """What the keys of an array begin with in the item's database."""
     return "" if name == ROOT_ARRAY else name + "/"

@@ -12,7 +12,7 @@ import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -34,7 +34,8 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-class StoredLeaf(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StoredLeaf:
     """One leaf of a stored tree.
 
     Attributes:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptmgr.core import boxes, manifest
+from ckptmgr.core import boxes, layout, manifest
 from ckptmgr.core.boxes import Box, Shape
 from ckptmgr.core.manifest import StoredLeaf, StoredTree
 from ckptmgr.core.share import Piece, Run, share
@@ -140,10 +140,10 @@ class LeafWrite:
 Wave = tuple[LeafWrite, ...]
 
 
-WAVE_PARTS, PART_WAVES = 4096, 8
+WAVE_PARTS, MOST_SMALL_WAVES = 4096, 4
 """A wave has about so many parts at most, so that of a tree of many thousands of small leaves one is
-committed while the next is made; where that would be more waves than so many, they are larger, for
-each commit writes all keys anew."""
+committed while the next is made. That alone makes no more waves than so many: each commit writes
+anew the tree of all keys before it, of 200 bytes for a leaf."""
 
 
 def waves(
@@ -160,7 +160,7 @@ def waves(
     by_leaf: dict[int, list[Part]] = {}
     for part in plan.parts:
         by_leaf.setdefault(part.leaf, []).append(part)
-    most = max(WAVE_PARTS, -(-len(plan.parts) // PART_WAVES))
+    most = _most_parts(plan)
     found: list[Wave] = []
     wave: list[LeafWrite] = []
     held = count = 0
@@ -182,11 +182,22 @@ def waves(
                 wave, held, count = [], 0, 0
             taken.append(part)
             held += nbytes
-            count += 1
+            count += nbytes > layout.INLINE_BYTES
         wave.append(LeafWrite(number, tuple(taken), first))
     if wave:
         found.append(tuple(wave))
     return tuple(found)
+
+
+def _most_parts(plan: SavePlan) -> int:
+    """How many parts a wave has at most, those left out whose values lie among the keys."""
+    leaves = plan.tree.leaves
+    sizes = (
+        part.box.size * manifest.itemsize(leaves[part.leaf].stored_dtype) for part in plan.parts
+    )
+    apart = sum(size > layout.INLINE_BYTES for size in sizes)
+    waves = min(MOST_SMALL_WAVES, max(1, -(-apart // WAVE_PARTS)))
+    return max(1, -(-apart // waves))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ LOAN_SECONDS = 1.0
 """How long to wait for a buffer that TensorStore, committed, still refers to."""
 
 _OCDBT_CONFIG = {
-    "max_inline_value_bytes": 1024,
+    "max_inline_value_bytes": layout.INLINE_BYTES,
     "max_decoded_node_bytes": 100_000_000,
     "compression": None,  # of the tree of keys, so that `core.ocdbt` can read it
 }
@@ -351,7 +351,7 @@ def writes_any(waves: Sequence[Wave]) -> bool:
 def merge(item_path: str, containers: Iterable[str], keys: int) -> None:
     """Merges the processes' databases into the item's own; copies tree nodes, not data.
 
-    Raises StoreError unless the result has exactly `keys` keys: one per array and per chunk.
+    Raises StoreError unless the result counts exactly `keys` keys: one per array and per chunk.
     """
     ctx = context()
     parent = ts.KvStore.open(database(item_path), context=ctx).result()
@@ -365,13 +365,19 @@ def merge(item_path: str, containers: Iterable[str], keys: int) -> None:
         transaction.abort()
         raise
     transaction.commit_async().result()
-    found = _count(item_path, ctx)
+    try:
+        found = root_of(database(item_path), ctx)["statistics"]["num_keys"]
+    except (ValueError, LookupError) as exc:
+        raise StoreError(f"{item_path}: its merged database cannot be read ({exc})") from exc
     if found != keys:
         raise StoreError(f"{item_path}: {keys} keys were written and {found} are there")
 
 
-def _count(path: str, context: ts.Context) -> int:
-    """How many keys a database says it has. Listing them takes 2 us each."""
-    base = ts.KvStore.open(database(path)["base"], context=context).result()
-    root = ts.ocdbt.dump(base, context=context).result()["versions"][-1]["root"]
-    return int(root["statistics"]["num_keys"])
+def root_of(database: Mapping[str, Any], context: ts.Context) -> Mapping[str, Any]:
+    """What a database's manifest tells of its newest root node: place, and number of keys.
+
+    Raises ValueError or LookupError where there is no such thing.
+    """
+    base = ts.KvStore.open(database["base"], context=context).result()
+    # of a node `dump` would tell all entries, and never free what it tells (0.1.86)
+    return ts.ocdbt.dump(base, context=context).result()["versions"][-1]["root"]

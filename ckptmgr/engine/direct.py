@@ -27,6 +27,7 @@ import xxhash
 
 from ckptmgr.core import ocdbt
 from ckptmgr.core.ocdbt import Place
+from ckptmgr.engine import arrays
 
 logger = logging.getLogger("ckptmgr")
 
@@ -58,9 +59,7 @@ def find_places(path: str, database: Mapping[str, Any], context: ts.Context, cou
       count: how many keys are of interest.
     """
     try:
-        base = ts.KvStore.open(database["base"], context=context).result()
-        # of a node `dump` would tell all entries, and never free what it tells (0.1.86)
-        root = ts.ocdbt.dump(base, context=context).result()["versions"][-1]["root"]
+        root = arrays.root_of(database, context)
         keys = root["statistics"]["num_keys"]
         told = _ROOT.fullmatch(root.get("location", ""))
         if told is None or (keys > FEW_KEYS and keys > 16 * count):
@@ -239,8 +238,8 @@ class _Files:
             return [piece.number]
         if seen is not None and seen.hexdigest() != piece.digest:
             return [piece.number]
-        if piece.put is not None:
-            piece.put(found)
+        if piece.target is None:
+            _put(piece, found)
         return []
 
     def _filled(self, place: Place, into: np.ndarray, seen: Any = None) -> bool:
@@ -282,6 +281,11 @@ def _fill(file: int, offset: int, into: np.ndarray, seen: Any = None) -> None:
         at += count
 
 
+def _put(piece: Piece, found: np.ndarray) -> None:
+    assert piece.put is not None, "a piece without a target has somewhere to be put"
+    piece.put(found)
+
+
 def _take(piece: Piece, found: np.ndarray) -> list[int]:
     """Puts what was read in its place if it is what it should be, else gives its number."""
     found = found[: piece.nbytes]
@@ -291,6 +295,6 @@ def _take(piece: Piece, found: np.ndarray) -> list[int]:
         return [piece.number]
     if piece.target is not None:
         piece.target[...] = found
-    if piece.put is not None:
-        piece.put(found)
+    else:
+        _put(piece, found)
     return []

@@ -182,8 +182,8 @@ def _array_leaf(
     kind = {"np.ndarray": "numpy", "scalar": "scalar"}.get(leaf.value_type, "array")
     made = StoredLeaf(leaf.path, kind, shape, dtype, name, dtype, shape, chunk, sharding=number)
     if called in about.impls:
-        return made._replace(kind="key", dtype="", shape=shape[:-1], impl=about.impls[called])
-    return made._replace(pytype=_python_type(dtype)) if kind == "scalar" else made
+        return replace(made, kind="key", dtype="", shape=shape[:-1], impl=about.impls[called])
+    return replace(made, pytype=_python_type(dtype)) if kind == "scalar" else made
 
 
 def _python_type(dtype: str) -> str:

@@ -236,7 +236,7 @@ def _goal_for(
     """The goal for one leaf, or how it differs from the target."""
     if leaf.kind == "unreadable":
         return f"unreadable: {leaf.value}"
-    if leaf.kind == "array" and isinstance(target, _MOST):
+    if leaf.kind == "array" and isinstance(target, _ON_DEVICES):
         return _goal_for_array(number, leaf, target, cast, options)
     if isinstance(target, str) or leaf.kind == "string":
         fits = isinstance(target, str) and leaf.kind == "string"
@@ -253,7 +253,7 @@ def _goal_for(
     return _goal_for_array(number, leaf, target, cast, options)
 
 
-_MOST = (jax.ShapeDtypeStruct, jax.Array)
+_ON_DEVICES = (jax.ShapeDtypeStruct, jax.Array)
 """What most leaves of a target are."""
 
 

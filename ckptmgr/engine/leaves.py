@@ -107,7 +107,8 @@ def survey(state: Any, storage: Storage, places: shardings.PlacesCache, step: in
             number = None
             if isinstance(source, jax.Array) and not shardings.is_own(source):
                 number = _sharding_number(source, table, entries)
-            leaf = leaf._replace(
+            leaf = replace(
+                leaf,
                 dtype=dtype,
                 stored_dtype=stored,
                 stored_shape=source.shape,

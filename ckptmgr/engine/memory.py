@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import math
 import mmap
 import threading
@@ -139,7 +140,8 @@ def no_collections() -> Iterator[None]:
     """Python does not look for cycles meanwhile: of the many objects that a restore of thousands of
     leaves makes none is garbage, and looking through them again and again took a third of it.
 
-    Nor does it look through all of them right after: those that are left count as old then.
+    Nor, where they are very many, does it look through them right after: all that there is counts as
+    old then. Garbage among it would wait for ever, so every few times everything is looked through.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -147,10 +149,24 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            if not gc.get_freeze_count():  # the user's, which would be unfrozen
-                gc.freeze()
-                gc.unfreeze()
+            # what the user has frozen would be unfrozen
+            if gc.get_count()[0] > MANY_OBJECTS and not gc.get_freeze_count():
+                _spare_collection()
             gc.enable()
+
+
+MANY_OBJECTS = 50_000
+"""A restore of 10,000 leaves leaves ten times as many; looking through them takes 30 ms and more."""
+
+_spared = itertools.count(1)
+
+
+def _spare_collection() -> None:
+    if next(_spared) % TURNS == 0:
+        gc.collect()
+    else:  # freezing is moving all objects to a list of their own, and thawing to that of the old
+        gc.freeze()
+        gc.unfreeze()
 
 
 FRESH_BYTES = 32 * 2**20

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import ckptmgr
 from ckptmgr import Heartbeat, Integrity, LeafRule, Options, Snapshot, Storage
-from ckptmgr.core import layout
+from ckptmgr.core import layout, plan
 from ckptmgr.core.manifest import StoredLeaf, StoredTree
-from ckptmgr.engine import arrays, blocks, snapshot, staged
+from ckptmgr.engine import arrays, blocks, snapshot, staged, writing
 from ckptmgr.testing import _trees
 from tests.support import finish, start_python, trees
 
@@ -202,7 +202,8 @@ def test_with_rules_blocks_write_what_arrays_write(tmp_path, mesh8, mode, baseli
     rules = (
         LeafRule("*3", cast="bfloat16"),
         LeafRule("*4", exclude=True),
-        LeafRule("sharded0float320z", cast="float16", chunk_bytes=2**14),  # the rest is small
+        # a large leaf: cut as small as the rest it would be tens of thousands of chunks
+        LeafRule("sharded0float320z", cast="float16", chunk_bytes=2**14),
         LeafRule("sharded*", cast="float16", chunk_bytes=64),
         LeafRule("columns*float32*", cast="float64"),
         LeafRule("host.*", cast="float8_e4m3fn"),
@@ -228,6 +229,24 @@ def test_in_waves_and_within_a_bound_blocks_write_what_arrays_write(
         assert_same_keys(found, keys)
     assert max(event.host_bytes for event in events) <= bound
     assert mode == "sync" or any(event.host_bytes for event in events)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_waves_of_few_parts_blocks_write_what_arrays_write(
+    tmp_path, mesh8, mode, baseline, monkeypatch
+):
+    monkeypatch.setattr(plan, "WAVE_PARTS", 16)
+    monkeypatch.setattr(layout, "INLINE_BYTES", 0)  # of the plan: the leaves here are very small
+    waves = []
+    write = arrays._Waves.write
+
+    def counted(self, number):
+        waves.append(number)
+        write(self, number)
+
+    monkeypatch.setattr(arrays._Waves, "write", counted)
+    check(tmp_path, list(mesh8.devices.flat), mode, baseline)
+    assert max(waves) + 1 >= plan.MOST_SMALL_WAVES
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -371,3 +390,47 @@ def test_pieces_are_put_together_where_they_are_many_and_small(tmp_path, mesh8, 
         programs.wait()
         assert bool(programs._compiled) is gathered
     trees.assert_same_leaves(ckptmgr.restore(tmp_path), tree)
+
+
+# -- what is done while the last wave is on its way ---------------------------------------------
+
+
+def test_metadata_is_made_while_the_last_wave_is_being_committed(tmp_path, monkeypatch):
+    order = []
+    settle, meanwhile = arrays._Waves.settle, writing.Writing._meanwhile
+
+    def settled(self):
+        if self._committing is not None:
+            order.append("settles")
+        settle(self)
+
+    def metadata(self, *args):
+        order.append("metadata")
+        meanwhile(self, *args)
+
+    monkeypatch.setattr(arrays._Waves, "settle", settled)
+    monkeypatch.setattr(writing.Writing, "_meanwhile", metadata)
+    trees.save(tmp_path, {"w": jnp.ones((4, 4))})
+    assert order == ["metadata", "settles"]
+
+
+def test_a_save_whose_metadata_fails_ends_when_nobody_writes_any_more(tmp_path, monkeypatch):
+    futures = []
+    end = arrays._Waves.end
+
+    def ended(self):
+        futures.append(self._committing.future)
+        end(self)
+        assert futures[-1].done()
+
+    def fail(self, item, wrote):
+        raise OSError("by a test")
+
+    monkeypatch.setattr(arrays._Waves, "end", ended)
+    monkeypatch.setattr(writing.Writing, "_meanwhile", fail)
+    with (
+        ckptmgr.CheckpointManager(tmp_path) as manager,
+        pytest.raises(ckptmgr.SaveFailed, match="by a test"),
+    ):
+        manager.save(1, {"w": jnp.ones((4, 4))}).result()
+    assert futures and [path.name for path in tmp_path.iterdir()] == [layout.PRIVATE]

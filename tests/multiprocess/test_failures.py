@@ -46,6 +46,7 @@ OWN_ARRAYS = "op.name == 'arrays' and op.path.endswith(f'/ocdbt.process_{rank}')
 RECEIPT = "op.name == 'write_file' and 'receipt' in op.path"
 RECEIPT_SYNCED = "op.name == 'sync_path' and 'receipt' in op.path"
 MERGED = "op.name == 'arrays' and op.path.endswith('/default')"
+METADATA = "op.name == 'write_file' and op.path.endswith('/_CHECKPOINT_METADATA')"
 TREE = "op.name == 'write_file' and op.path.endswith('/tree.json')"
 ALL_SYNCED = "op.name == 'sync_tree' and layout.parse_tmp(op.path)"
 NO_MEMORY = "MemoryError: by a test"
@@ -70,7 +71,8 @@ CASES = {
     "audit-0": Case("write", 0, "tear()", TORN, beat=True),
     "audit-1": Case("write", 1, "tear()", TORN, beat=True),
     "merge": Case("complete", 0, MERGED),
-    "tree": Case("complete", 0, TREE),
+    "tree": Case("write", 0, TREE),
+    "metadata": Case("complete", 0, METADATA),
     "sync": Case("complete", 0, ALL_SYNCED),
     "beat-merge": Case("complete", 0, MERGED, beat=True),
     "beat-sync": Case("complete", 0, ALL_SYNCED, beat=True),

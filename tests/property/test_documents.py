@@ -94,9 +94,7 @@ ARRAYS = st.builds(
     impl=st.sampled_from(["", "fry"]),
     sharding=st.none() | st.integers(0, 3),
 )
-WITHOUT_ARRAY = st.builds(
-    lambda path, value: StoredLeaf(path, "string", value=value), PATHS, st.text()
-)
+WITHOUT_ARRAY = st.builds(StoredLeaf, path=PATHS, kind=st.just("string"), value=st.text())
 
 
 @given(st.lists(ARRAYS | WITHOUT_ARRAY, max_size=4).map(tuple), VALUES.map(values.encode))

@@ -1,7 +1,7 @@
 """The manifest, the tree and the receipts as documents."""
 
 import json
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 
 import pytest
 
@@ -146,7 +146,7 @@ def test_a_leaf_knows_its_name_and_its_bytes():
     assert key.nbytes == 24
     text = StoredLeaf(("s",), "string", value="hello")
     assert (text.has_array, text.nbytes) == (False, 0)
-    assert ARRAY._replace(shape=(0, 2), stored_shape=(0, 2)).nbytes == 0
+    assert replace(ARRAY, shape=(0, 2), stored_shape=(0, 2)).nbytes == 0
 
 
 def test_leaves_of_every_kind_come_back():
@@ -239,11 +239,11 @@ def test_a_missing_a_doubled_and_an_alien_chunk_are_named():
 
 
 def test_an_array_without_elements_has_no_chunk_to_miss():
-    empty = ARRAY._replace(shape=(0,), stored_shape=(0,), chunk=(1,))
+    empty = replace(ARRAY, shape=(0,), stored_shape=(0,), chunk=(1,))
     assert missing_chunks(StoredTree((empty,), None), []) == []
 
 
 def test_the_box_of_a_chunk_is_cut_at_the_end_of_the_array():
-    leaf = ARRAY._replace(stored_shape=(5, 2), chunk=(2, 2))
+    leaf = replace(ARRAY, stored_shape=(5, 2), chunk=(2, 2))
     assert manifest.chunk_box(leaf, (2, 0)).shape == (1, 2)
     assert manifest.chunk_index(leaf, manifest.chunk_box(leaf, (2, 0))) == (2, 0)

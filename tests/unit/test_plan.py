@@ -54,16 +54,22 @@ def test_parts_carry_the_number_of_their_leaf_and_skip_leaves_without_an_array()
 
 
 @pytest.mark.parametrize(
-    ("leaves", "wanted"), [(4096, 1), (4097, 2), (10_000, 3), (32_768, 8), (50_000, 8)]
+    ("leaves", "elements", "sizes"),
+    [
+        (4096, 300, [4096]),
+        (4097, 300, [2049, 2048]),
+        (10_000, 300, [3334, 3334, 3332]),
+        (30_000, 300, [7500] * 4),
+        (30_000, 256, [30_000]),  # 1 KiB each: their values are written anew with the keys
+    ],
 )
-def test_many_small_leaves_go_in_a_few_waves_and_never_in_many(leaves, wanted):
-    scalar = Box((), ())
-    stored = tree(*(leaf((), (), f"n{i}") for i in range(leaves)))
-    made = plan_save(stored, [[Shard(scalar, (0,), 0)]] * leaves, 0)
-    found = waves(made, 0, 2**26)
-    assert len(found) == wanted
+def test_many_small_leaves_go_in_a_few_waves_and_never_in_many(leaves, elements, sizes):
+    box = Box((0,), (elements,))
+    stored = tree(*(leaf((elements,), (elements,), f"n{i}") for i in range(leaves)))
+    made = plan_save(stored, [[Shard(box, (0,), 0)]] * leaves, 0)
+    found = waves(made, 0, 2**40)
+    assert [len(wave) for wave in found] == sizes
     assert [job.leaf for wave in found for job in wave] == list(range(leaves))
-    assert max(map(len, found)) <= max(4096, -(-leaves // 8))
 
 
 @pytest.mark.parametrize(
