@@ -130,6 +130,19 @@ def saved(root, devices, *, saves=SAVES, compiled=True, events=(), kinds=None, *
     return [keys_of(os.path.join(root, str(number))) for number in range(saves)]
 
 
+def waves_in(patch):
+    """The numbers of the waves that are written from now on."""
+    numbers = []
+    write = arrays._Waves.write
+
+    def counted(self, number):
+        numbers.append(number)
+        write(self, number)
+
+    patch.setattr(arrays._Waves, "write", counted)
+    return numbers
+
+
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory):
     """Gives the keys of each step as arrays alone write them, which no mode changes."""
@@ -237,14 +250,7 @@ def test_in_waves_of_few_parts_blocks_write_what_arrays_write(
 ):
     monkeypatch.setattr(plan, "WAVE_PARTS", 16)
     monkeypatch.setattr(layout, "INLINE_BYTES", 0)  # of the plan: the leaves here are very small
-    waves = []
-    write = arrays._Waves.write
-
-    def counted(self, number):
-        waves.append(number)
-        write(self, number)
-
-    monkeypatch.setattr(arrays._Waves, "write", counted)
+    waves = waves_in(monkeypatch)
     check(tmp_path, list(mesh8.devices.flat), mode, baseline)
     assert max(waves) + 1 >= plan.MOST_SMALL_WAVES
 
@@ -360,14 +366,7 @@ def test_each_wave_leaves_one_data_file_whatever_it_holds(tmp_path, monkeypatch,
         f"w{n:02d}": jax.device_put(np.full((64 << n % 4, 256), n, np.float32), spread)
         for n in range(40)
     }
-    waves = []
-    write = arrays._Waves.write
-
-    def counted(self, number):
-        waves.append(number)
-        write(self, number)
-
-    monkeypatch.setattr(arrays._Waves, "write", counted)
+    waves = waves_in(monkeypatch)
     with ckptmgr.CheckpointManager(tmp_path, Options(heartbeat=None)) as manager:
         for step in range(6):
             waves.clear()

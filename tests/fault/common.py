@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import threading
 
 import jax
@@ -82,6 +83,12 @@ def leftovers(root):
         if (root / private).is_dir():
             out += [f"{private}/{p.name}" for p in (root / private).iterdir()]
     return sorted(out)
+
+
+def remove(path):
+    """Removes a directory in which somebody may still be writing: a wave that is being committed."""
+    while os.path.lexists(path):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def contents(root):
