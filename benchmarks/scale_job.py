@@ -14,8 +14,9 @@ from typing import Any
 
 from ckptmgr.core import chunking, layout, manifest, plan, share, tree
 from ckptmgr.core.boxes import Box, whole
-from ckptmgr.core.manifest import Chunk, Receipt, StoredLeaf, StoredTree
+from ckptmgr.core.manifest import StoredLeaf, StoredTree
 from ckptmgr.core.plan import Shard
+from ckptmgr.core.receipts import Chunk, Receipt
 from ckptmgr.engine import arrays
 from ckptmgr.engine.writing import Share
 

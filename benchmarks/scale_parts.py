@@ -20,7 +20,8 @@ from typing import Any
 
 import scale_job
 from ckptmgr.core import layout, orbax_format, plan
-from ckptmgr.core.manifest import Chunk, Manifest, Receipt
+from ckptmgr.core.manifest import Manifest
+from ckptmgr.core.receipts import Chunk, Receipt
 from ckptmgr.engine import arrays
 from ckptmgr.engine.board import JaxBoard, LocalBoard
 from ckptmgr.engine.catalog import Catalog

@@ -231,7 +231,7 @@ def _is_key_path(name: str) -> bool:
 
 
 INLINE_BYTES = 1024
-"""Values up to this size lie in the database's tree of keys, larger ones in files of their own."""
+"""Values up to this size lie in the database's tree of keys, larger ones apart, in its data files."""
 
 
 def array_prefix(name: str) -> str:

@@ -363,7 +363,7 @@ def plan_restore(
     for want in wanted:
         leaf = leaves[want.leaf]
         size = manifest.itemsize(leaf.stored_dtype)
-        wanted_bytes += _elements(want.boxes) * size
+        wanted_bytes += sum(box.size for box in want.boxes) * size
         target_bytes += want.copies
         made = _units_of_leaf(want, leaf, whole_chunks, unit_bytes // size)
         for unit in made:
@@ -373,11 +373,6 @@ def plan_restore(
         units += made
     peak = min(max(host_bytes, largest), read_bytes + wanted_bytes)
     return RestorePlan(tuple(units), wanted_bytes, read_bytes, target_bytes, peak, tuple(notes))
-
-
-@functools.lru_cache(maxsize=4096)
-def _elements(found: tuple[Box, ...]) -> int:
-    return sum(box.size for box in found)
 
 
 def _units_of_leaf(

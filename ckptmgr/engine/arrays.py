@@ -20,8 +20,9 @@ import tensorstore as ts
 from ckptmgr.core import boxes, compression, layout, manifest
 from ckptmgr.core.boxes import Shape
 from ckptmgr.core.leafdigest import ZERO, Sums, add
-from ckptmgr.core.manifest import Chunk, StoredLeaf, StoredTree
+from ckptmgr.core.manifest import StoredLeaf, StoredTree
 from ckptmgr.core.plan import Part, Wave
+from ckptmgr.core.receipts import Chunk
 from ckptmgr.engine import leafdigest
 from ckptmgr.engine.blocks import Block, assemble, values_of
 from ckptmgr.engine.staged import Staged

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 
 from ckptmgr.core.boxes import Shape
-from ckptmgr.core.manifest import Chunk
+from ckptmgr.core.receipts import Chunk
 from ckptmgr.engine import arrays, blocks
 from ckptmgr.engine.snapshot import Ordering
 from ckptmgr.engine.staged import Staged

@@ -3,10 +3,10 @@
 `save()` has planned and ordered the copies; `finish_save` does the rest, on the save's own thread:
 
     open      all agree on what is saved; the intent and the directory     agree, catalog.begin
-    write     arrays, one OCDBT transaction per wave; metadata, receipts   Writing.write_share
+    write     arrays, a transaction per wave; trees' metadata; receipts    Writing.write_share
     transfer  the last value is on the host; only an event                 _OnHost
     audit     of a heartbeat: staged copies against the arrays             audit.Audit
-    sync      databases merged; every file and directory synced            Writing.complete, sync
+    sync      databases merged; the step's metadata; everything synced     Writing.complete, sync
     readback  of a heartbeat: everything, from the device                  readback.read_back
     publish   the manifest, then one rename                                catalog.publish
     retain    what the policy drops goes, now that the new step is durable Retention.apply

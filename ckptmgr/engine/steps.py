@@ -15,7 +15,8 @@ from typing import Any
 
 from ckptmgr.core import layout, manifest, values
 from ckptmgr.core.info import StepInfo
-from ckptmgr.core.manifest import FormatError, Manifest, Receipt, StoredTree
+from ckptmgr.core.manifest import FormatError, Manifest, StoredTree
+from ckptmgr.core.receipts import Receipt, leaf_digests, missing_chunks
 from ckptmgr.engine.memory import no_collections
 from ckptmgr.engine.reader import Digests
 from ckptmgr.engine.store import Store
@@ -47,7 +48,7 @@ class OpenItem:
     @property
     def leaf_digests(self) -> dict[int, str]:
         """Leaf -> its leaf digest, where those were recorded; worked out when asked for."""
-        return {} if self.tree is None else manifest.leaf_digests(self.tree, self.receipts)
+        return {} if self.tree is None else leaf_digests(self.tree, self.receipts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ def chunk_problems(item: OpenItem, receipts: Sequence[Receipt]) -> list[Problem]
     """Chunks that are not in exactly one receipt, of an item with a tree."""
     assert item.tree is not None
     problems = []
-    for number, index, why in manifest.missing_chunks(item.tree, receipts):
+    for number, index, why in missing_chunks(item.tree, receipts):
         leaf = item.tree.leaves[number].dotted if number < len(item.tree.leaves) else ""
         problems.append(Problem(item.name, f"chunk {list(index)} {why}", leaf))
     return problems

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptmgr.core import layout, manifest
-from ckptmgr.core.manifest import FormatError, Manifest, Receipt
+from ckptmgr.core.manifest import FormatError, Manifest
+from ckptmgr.core.receipts import Receipt
 from ckptmgr.engine import foreign, pagecache, presence, readback, steps
 from ckptmgr.engine.catalog import Catalog
 from ckptmgr.engine.readback import HOST_BYTES, PAGE_CACHE, STORAGE, Part, Progress

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptmgr.core import layout, manifest, orbax_format, values
-from ckptmgr.core.manifest import Receipt, StoredTree
+from ckptmgr.core.manifest import StoredTree
+from ckptmgr.core.receipts import Receipt, chunks_to_json
 from ckptmgr.engine import arrays
 from ckptmgr.engine.arrays import Written
 from ckptmgr.engine.catalog import Attempt
@@ -175,7 +176,7 @@ class Writing:
 
     def _meanwhile(self, item: TreeItem, wrote: Written) -> None:
         """What needs no array, while the last of them is on its way to disk."""
-        self._chunks[item.name] = manifest.chunks_to_json(wrote.chunks)
+        self._chunks[item.name] = chunks_to_json(wrote.chunks)
         if self.rank == 0:
             self.put_documents(item)
 

@@ -87,7 +87,7 @@ def test_a_recorded_digest_that_does_not_fit_the_values_is_told(tmp_path, monkey
     digests(tmp_path, VALUES)
     real = leafdigest.finish
     monkeypatch.setattr(
-        "ckptmgr.core.manifest.leafdigest.finish",
+        "ckptmgr.core.receipts.leafdigest.finish",
         lambda sums, dtype, shape: "0" * 32 if dtype == "int8" else real(sums, dtype, shape),
     )
     monkeypatch.setattr("ckptmgr.engine.readback.finish", real)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ckptmgr
 from ckptmgr import Heartbeat, Integrity, Options, Snapshot, Storage
-from ckptmgr.core.manifest import Receipt
+from ckptmgr.core.receipts import Receipt
 from tests.support import trees
 from tests.support.processes import run_job
 

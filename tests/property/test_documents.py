@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from ckptmgr.core import layout, values
 from ckptmgr.core.manifest import (
     KINDS,
-    Chunk,
     FormatError,
     Manifest,
-    Receipt,
     StoredLeaf,
     StoredTree,
 )
+from ckptmgr.core.receipts import Chunk, Receipt
 from tests.property.strategies import VALUES, same
 
 

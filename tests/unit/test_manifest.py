@@ -7,14 +7,12 @@ import pytest
 
 from ckptmgr.core import manifest
 from ckptmgr.core.manifest import (
-    Chunk,
     FormatError,
     Manifest,
-    Receipt,
     StoredLeaf,
     StoredTree,
-    missing_chunks,
 )
+from ckptmgr.core.receipts import Chunk, Receipt, missing_chunks
 
 PLAIN = Manifest(
     step=12,
